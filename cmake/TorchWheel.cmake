@@ -1,0 +1,65 @@
+# Imported targets over an installed torch wheel, without TorchConfig.cmake (which insists on a CUDA toolkit).
+#   torch_wheel::cpu      headers + libtorch_cpu + libc10
+#   torch_wheel::python   + libtorch_python and CPython headers (extensions only)
+#   torch_wheel::cuda     + libtorch_cuda + libc10_cuda (only if the CUDA headers are there)
+# Input: TORCH_WHEEL (folder of the installed `torch` package), or a Python3_EXECUTABLE that has it.
+find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Module)
+if(NOT TORCH_WHEEL)
+  execute_process(                      # find_spec doesn't import torch: 0.05 s instead of 3 s
+    COMMAND ${Python3_EXECUTABLE} -c
+      "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+    OUTPUT_VARIABLE TORCH_WHEEL OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+endif()
+file(STRINGS ${TORCH_WHEEL}/version.py _v REGEX "^__version__")
+string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" TORCH_WHEEL_VERSION "${_v}")
+
+function(_torch_lib name)
+  add_library(torch_wheel::${name} SHARED IMPORTED)
+  set_target_properties(torch_wheel::${name} PROPERTIES
+    IMPORTED_LOCATION ${TORCH_WHEEL}/lib/lib${name}.so IMPORTED_NO_SONAME FALSE)
+endfunction()
+_torch_lib(c10)
+_torch_lib(torch_cpu)
+add_library(torch_wheel::cpu INTERFACE IMPORTED)
+# SYSTEM: torch headers are full of warnings under -Wall -Wextra
+target_include_directories(torch_wheel::cpu SYSTEM INTERFACE
+  ${TORCH_WHEEL}/include ${TORCH_WHEEL}/include/torch/csrc/api/include)
+target_compile_definitions(torch_wheel::cpu INTERFACE USE_DISTRIBUTED)
+target_compile_features(torch_wheel::cpu INTERFACE cxx_std_20)
+# libtorch_cpu of a CUDA wheel needs libcupti and libcudart; its own RPATH finds them at run time, so the
+# link editor mustn't try to resolve them.
+target_link_options(torch_wheel::cpu INTERFACE LINKER:--allow-shlib-undefined)
+target_link_libraries(torch_wheel::cpu INTERFACE torch_wheel::torch_cpu torch_wheel::c10 pthread dl)
+
+if(EXISTS ${TORCH_WHEEL}/lib/libtorch_python.so)
+  _torch_lib(torch_python)
+  add_library(torch_wheel::python INTERFACE IMPORTED)
+  target_link_libraries(torch_wheel::python INTERFACE torch_wheel::cpu torch_wheel::torch_python Python3::Module)
+endif()
+
+if(EXISTS ${TORCH_WHEEL}/lib/libtorch_cuda.so)
+  # The CUDA headers in the nvidia wheels come first: they are the version torch was built with. With toolkit 13.0's
+  # headers against torch 2.15 (CUDA 13.2) a ProcessGroupNCCL made here corrupts the heap.
+  find_path(TORCH_WHEEL_CUDA_INCLUDE cuda_runtime_api.h
+    PATHS ${TORCH_WHEEL}/../nvidia/cu13/include ${TORCH_WHEEL}/../nvidia/cuda_runtime/include NO_DEFAULT_PATH)
+  find_path(TORCH_WHEEL_CUDA_INCLUDE cuda_runtime_api.h HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES include)
+  find_path(TORCH_WHEEL_NCCL_INCLUDE nccl.h PATHS ${TORCH_WHEEL}/../nvidia/nccl/include NO_DEFAULT_PATH)
+  if(TORCH_WHEEL_CUDA_INCLUDE)
+    _torch_lib(torch_cuda)
+    _torch_lib(c10_cuda)
+    add_library(torch_wheel::cuda INTERFACE IMPORTED)
+    target_include_directories(torch_wheel::cuda SYSTEM INTERFACE ${TORCH_WHEEL_CUDA_INCLUDE})
+    if(TORCH_WHEEL_NCCL_INCLUDE)
+      target_include_directories(torch_wheel::cuda SYSTEM INTERFACE ${TORCH_WHEEL_NCCL_INCLUDE})
+      target_compile_definitions(torch_wheel::cuda INTERFACE USE_C10D_NCCL)
+    endif()
+    # inline code in the headers calls the CUDA runtime; the wheel's own copy, so that one libcudart is loaded
+    file(GLOB _cudart ${TORCH_WHEEL}/../nvidia/cu1*/lib/libcudart.so.*)
+    if(NOT _cudart)
+      find_library(_cudart cudart HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES lib64)
+    endif()
+    # libtorch_cuda registers its kernels from static constructors: nothing refers to it by symbol, so keep it
+    target_link_options(torch_wheel::cuda INTERFACE LINKER:--no-as-needed)
+    target_link_libraries(torch_wheel::cuda INTERFACE torch_wheel::cpu torch_wheel::torch_cuda torch_wheel::c10_cuda ${_cudart})
+  endif()
+endif()

@@ -1,0 +1,1 @@
+// Owns the precompiled torch header that all torch layers and tests reuse.
