@@ -1,0 +1,55 @@
+// What one training step will move and hold, computed from the plans alone before anything runs; counters are held
+// against it. Pure: no tensors, no communication.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ragged/fsdp/issue_list.h"
+#include "ragged/plan/bucket_plan.h"
+
+namespace ragged::fsdp {
+
+/// One unit as the forecast needs it.
+struct UnitForecastInput {
+  std::string name;
+  const plan::BucketPlan* plan = nullptr;  // null: no parameters of its own
+  int parent = -1;
+  Index param_bytes = 2;   // bytes an element of the image
+  Index reduce_bytes = 4;  // of the reduce buffer
+  bool reshard_after_forward = true;
+};
+
+struct StepOptions {
+  int rank = 0;            // of the shard group
+  int backward_prefetch = 1;
+  int forward_prefetch = 0;
+  int micro_batches = 1;
+  bool sync_each_micro_batch = false;  // false: reduce in the last one only
+};
+
+/// Bytes of one step on one rank. "Gathered" and "reduced" count the whole image of each collective once; nothing
+/// is counted on a world of one, which moves nothing. Casts are the bytes written.
+struct StepForecast {
+  Index padding_bytes = 0;         // of all images
+  Index gathered_bytes = 0;
+  Index reduced_bytes = 0;
+  Index cast_in_bytes = 0;         // masters into this rank's ranges of the images
+  Index cast_grad_bytes = 0;       // gradients into the reduce buffers
+  Index copied_bytes = 0;          // any other copy: none
+  Index peak_image_bytes = 0;      // exact, by walking the issue list
+  Index image_bytes_bound = 0;     // open ancestors + (prefetch + 1) x the largest other unit
+  Index peak_reduce_bytes = 0;
+  int gathers = 0;
+  int reduces = 0;
+};
+
+/// `events`: the forward of one micro-batch, as recorded or as module order gives it (see module_order_events).
+StepForecast forecast_step(
+    std::span<const UnitForecastInput> units, std::span<const ForwardEvent> events, const StepOptions& options);
+
+/// The events of a forward that runs each unit once in module order; `parent[i]` < i, the root is 0.
+std::vector<ForwardEvent> module_order_events(std::span<const int> parent);
+
+}  // namespace ragged::fsdp

@@ -1,0 +1,52 @@
+// The order of collectives in backward, as a pure function of what forward ran.
+//
+// [Note: issue list]
+// Collective order must never depend on data, or ranks that take different branches wait for each other for ever.
+// So hooks issue nothing themselves. Forward records one event pair a unit call; reversed, it says when backward
+// will want each unit and be done with it. From that comes a total list of gathers, reductions and reshards, with
+// gathers moved up by the prefetch depth: AG n, AG n-1, RS n, AG n-2, ... Hooks only move a cursor: everything up
+// to their entry is issued, in order, whether this rank used it or not, and the sweep at the end of backward moves
+// the cursor to the end. Every rank that ran the same unit calls in forward issues the same sequence.
+#pragma once
+
+#include <span>
+#include <vector>
+
+namespace ragged::fsdp {
+
+/// Unit `unit` began (is_begin) or ended its forward. Properly nested, the root's pair outermost.
+struct ForwardEvent {
+  bool is_begin = true;
+  int unit = 0;
+  /// False when nothing in it can need a gradient (all frozen, inputs without grad): it is left out of the list.
+  bool needs_backward = true;
+  friend bool operator==(const ForwardEvent&, const ForwardEvent&) = default;
+};
+
+struct UnitTraits {
+  bool has_params = true;
+  bool reduces = true;                // has trainable parameters
+  bool reshard_after_forward = true;  // so that its calls gather again in backward
+};
+
+enum class IssueKind { kGather, kReduce, kReshard };
+
+struct Issue {
+  IssueKind kind = IssueKind::kGather;
+  int unit = 0;
+  int call = 0;  // index of the unit call in forward order
+  friend bool operator==(const Issue&, const Issue&) = default;
+};
+
+struct IssueList {
+  std::vector<Issue> issues;
+  /// By call: how far the cursor must be when backward reaches the call, and when it leaves it.
+  std::vector<int> pre_backward;
+  std::vector<int> post_backward;
+};
+
+/// A unit called several times reduces once, after the call that backward reaches last.
+IssueList build_issue_list(
+    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);
+
+}  // namespace ragged::fsdp

@@ -1,0 +1,58 @@
+// What a user says about one fully_shard call: values only. Names and defaults are FSDP2's where it has them.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "ragged/comm/world.h"
+#include "ragged/plan/block.h"
+
+namespace ragged::fsdp {
+
+/// dtypes of one unit. Masters, gradients and optimizer states stay in the parameters' own dtype.
+struct MixedPrecision {
+  std::optional<at::ScalarType> param_dtype;   // of the gathered image; none: the parameters' own
+  std::optional<at::ScalarType> reduce_dtype;  // of gradients on the wire; none: as param_dtype
+  std::optional<at::ScalarType> output_dtype;  // floating outputs are cast to it
+  bool cast_forward_inputs = true;             // floating inputs are cast to param_dtype
+};
+
+/// A parameter as a shard policy sees it. `name` is relative to the module given to fully_shard.
+struct ParamInfo {
+  std::string name;
+  std::vector<Index> shape;
+  at::ScalarType dtype = at::kFloat;
+  bool requires_grad = true;
+};
+
+/// Returns the block of a parameter that must stay on one rank; nullopt: 16 bytes. Must return the same on all ranks.
+using ShardPolicy = std::function<std::optional<plan::Block>(const ParamInfo&)>;
+
+struct FullyShardOptions {
+  comm::MeshGroups groups;
+  MixedPrecision mixed_precision;
+  ShardPolicy shard_policy;
+  /// true: drop the image after forward and gather again in backward (ZeRO-3). false: keep it until backward
+  /// (ZeRO-2). none: true, but false for the root.
+  std::optional<bool> reshard_after_forward;
+  /// Keep no activations of this unit: run its forward again in backward. No unit may lie inside it.
+  bool activation_checkpointing = false;
+  /// Broadcast rank 0's initial values, where ranks may have initialised differently.
+  bool sync_from_rank0 = false;
+  /// Parameters to leave alone: neither sharded nor reduced.
+  std::vector<at::Tensor> ignored_params;
+};
+
+/// What holds for a whole tree of units; taken from the root's call.
+struct RuntimeOptions {
+  int forward_prefetch = 0;   // units gathered ahead in forward, in the order of the last one
+  int backward_prefetch = 1;  // units gathered ahead in backward
+  /// Every rank uses the same parameters in each step: skips the exchange of used-flags.
+  bool static_use = false;
+};
+
+}  // namespace ragged::fsdp
