@@ -1,17 +1,48 @@
 # Imported targets over an installed torch wheel, without TorchConfig.cmake (which insists on a CUDA toolkit).
 #   torch_wheel::cpu      headers + libtorch_cpu + libc10
-#   torch_wheel::python   + libtorch_python and CPython headers (extensions only)
+#   torch_wheel::python   + libtorch_python and CPython headers (extensions only; only if those headers are there)
 #   torch_wheel::cuda     + libtorch_cuda + libc10_cuda (only if the CUDA headers are there)
-# Input: TORCH_WHEEL (folder of the installed `torch` package), or a Python3_EXECUTABLE that has it.
-find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Module)
+# Input: TORCH_WHEEL (folder of the installed `torch` package), or a Python3_EXECUTABLE that has it, or the activated
+# environment, or else the one that `make setup` made. Output: TORCH_WHEEL, TORCH_WHEEL_VERSION.
+if(NOT TORCH_WHEEL AND NOT Python3_EXECUTABLE AND NOT DEFINED ENV{VIRTUAL_ENV} AND NOT DEFINED ENV{CONDA_PREFIX})
+  execute_process(
+    COMMAND ${CMAKE_CURRENT_LIST_DIR}/../tools/venv_path.sh
+    OUTPUT_VARIABLE _venv OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(EXISTS "${_venv}/.complete" OR NOT "$ENV{VENV}" STREQUAL "")
+    set(Python3_EXECUTABLE ${_venv}/bin/python)
+  endif()
+endif()
+# CPython's headers serve extensions alone; a machine without them builds the library and the command.
+find_package(Python3 REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)
 if(NOT TORCH_WHEEL)
   execute_process(                      # find_spec doesn't import torch: 0.05 s instead of 3 s
     COMMAND ${Python3_EXECUTABLE} -c
       "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-    OUTPUT_VARIABLE TORCH_WHEEL OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+    OUTPUT_VARIABLE TORCH_WHEEL OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+set(_remedy "Run `make setup` and build with `make`, or pass -DPython3_EXECUTABLE=... of an environment that has torch, "
+  "or -DTORCH_WHEEL=... (the folder of the installed torch package).")
+string(CONCAT _remedy ${_remedy})
+if(NOT TORCH_WHEEL)
+  message(FATAL_ERROR "Expected an installed torch wheel, but ${Python3_EXECUTABLE} has no torch. ${_remedy}")
+elseif(NOT EXISTS ${TORCH_WHEEL}/version.py OR NOT EXISTS ${TORCH_WHEEL}/lib/libtorch_cpu.so)
+  message(FATAL_ERROR
+    "Expected TORCH_WHEEL to be the folder of an installed torch package for Linux, but ${TORCH_WHEEL} lacks version.py "
+    "or lib/libtorch_cpu.so. ${_remedy}")
 endif()
 file(STRINGS ${TORCH_WHEEL}/version.py _v REGEX "^__version__")
 string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" TORCH_WHEEL_VERSION "${_v}")
+if(TORCH_WHEEL_VERSION VERSION_LESS 2.11 OR TORCH_WHEEL_VERSION VERSION_GREATER_EQUAL 2.16)
+  message(FATAL_ERROR
+    "Expected torch 2.11 to 2.15, but ${TORCH_WHEEL} is ${TORCH_WHEEL_VERSION}. Names inside c10d and autograd move "
+    "between versions and the others are untested. ${_remedy}")
+endif()
+if(NOT "${TORCH_WHEEL}" STREQUAL "${_TORCH_WHEEL_OF_CACHE}")
+  # headers of the former wheel's CUDA would be the wrong ones, see below
+  unset(TORCH_WHEEL_CUDA_INCLUDE CACHE)
+  unset(TORCH_WHEEL_NCCL_INCLUDE CACHE)
+  set(_TORCH_WHEEL_OF_CACHE ${TORCH_WHEEL} CACHE INTERNAL "the wheel that the cached paths belong to")
+endif()
 
 function(_torch_lib name)
   add_library(torch_wheel::${name} SHARED IMPORTED)
@@ -31,7 +62,7 @@ target_compile_features(torch_wheel::cpu INTERFACE cxx_std_20)
 target_link_options(torch_wheel::cpu INTERFACE LINKER:--allow-shlib-undefined)
 target_link_libraries(torch_wheel::cpu INTERFACE torch_wheel::torch_cpu torch_wheel::c10 pthread dl)
 
-if(EXISTS ${TORCH_WHEEL}/lib/libtorch_python.so)
+if(TARGET Python3::Module AND EXISTS ${TORCH_WHEEL}/lib/libtorch_python.so)
   _torch_lib(torch_python)
   add_library(torch_wheel::python INTERFACE IMPORTED)
   target_link_libraries(torch_wheel::python INTERFACE torch_wheel::cpu torch_wheel::torch_python Python3::Module)
