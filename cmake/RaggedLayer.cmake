@@ -28,7 +28,7 @@ endif()
 
 function(_ragged_use_torch target)
   target_link_libraries(${target} PUBLIC torch_wheel::cpu)
-  set_target_properties(${target} PROPERTIES BUILD_RPATH "${TORCH_WHEEL}/lib")
+  set_target_properties(${target} PROPERTIES BUILD_RPATH "${TORCH_WHEEL}/lib;${CMAKE_BINARY_DIR}/bin")
   if(RAGGED_PCH)
     target_precompile_headers(${target} REUSE_FROM ragged_pch)
   endif()

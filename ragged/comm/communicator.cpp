@@ -1,0 +1,273 @@
+#include "ragged/comm/communicator.h"
+
+#include <ATen/ATen.h>
+
+#include "ragged/base/error.h"
+#include "ragged/comm/group_state.h"
+#include "ragged/comm/sum_in_rank_order.h"
+
+namespace ragged::comm {
+namespace {
+
+using plan::Segment;
+using plan::SegmentKind;
+
+// From here on broadcasts of slices beat Gloo's own all-gather, which is fewer calls (bench/comm_bench.cpp).
+constexpr Index kBroadcastSliceBytes = 16 << 10;
+
+// Neither tracing nor version counters may see the bytes move: saved weights of a live graph stay valid.
+struct BelowAutograd {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+BackendKind backend_kind(c10d::ProcessGroup& group, c10::Device device) {
+  try {
+    const std::string name = group.getBackend(device.type())->getBackendName();
+    if (name == "gloo") return BackendKind::kGloo;
+    if (name == "nccl") return BackendKind::kNccl;
+  } catch (const std::exception&) {
+    // A group implemented in Python has no Backend that C++ can reach.
+  }
+  return BackendKind::kOther;
+}
+
+// Some backends refuse fp8; a gather needs no arithmetic, so such elements travel as bytes.
+at::Tensor as_movable(const at::Tensor& tensor) {
+  return tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor;
+}
+
+at::Tensor slice(const at::Tensor& image, plan::Interval interval) {
+  return image.narrow(0, interval.begin, interval.size());
+}
+
+Index bytes_of(std::span<const Segment> segments, const at::Tensor& image) {
+  Index numel = 0;
+  for (const Segment& segment : segments) numel += segment.numel;
+  return numel * image.element_size();
+}
+
+// Runs of ranks whose intervals ascend in the image: each is one uneven all-to-all. An ordinary segment is one run;
+// a ragged one that starts at a middle rank and goes round is two.
+std::vector<std::vector<int>> ascending_runs(const Segment& segment) {
+  std::vector<int> holders;
+  for (int r = 0; r < static_cast<int>(segment.owners.size()); ++r) {
+    if (!segment.owners[static_cast<std::size_t>(r)].empty()) holders.push_back(r);
+  }
+  std::sort(holders.begin(), holders.end(), [&](int a, int b) {
+    return segment.owners[static_cast<std::size_t>(a)].begin < segment.owners[static_cast<std::size_t>(b)].begin;
+  });
+  std::vector<std::vector<int>> runs;
+  for (int rank : holders) {
+    if (runs.empty() || runs.back().back() > rank) runs.emplace_back();
+    runs.back().push_back(rank);
+  }
+  return runs;
+}
+
+}  // namespace
+
+Communicator::Communicator() : state_(std::make_shared<GroupState>()) {}
+
+Communicator::Communicator(
+    c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, CommOptions options, std::string name)
+    : state_(std::make_shared<GroupState>()) {
+  state_->rank = group->getRank();
+  state_->size = group->getSize();
+  state_->kind = backend_kind(*group, device);
+  state_->device = device;
+  state_->options = options;
+  state_->name = std::move(name);
+  if (options.deadline) {
+    state_->deadline = *options.deadline;
+  } else if (state_->kind != BackendKind::kOther) {
+    state_->deadline = group->getBackend(device.type())->getBackendOptions()->timeout;
+  }
+  state_->group = std::move(group);
+}
+
+int Communicator::rank() const { return state_->rank; }
+int Communicator::size() const { return state_->size; }
+bool Communicator::is_stock() const { return state_->options.collectives == Collectives::kStock; }
+c10::Device Communicator::device() const { return state_->device; }
+const c10::intrusive_ptr<c10d::ProcessGroup>& Communicator::process_group() const { return state_->group; }
+const Traffic& Communicator::traffic() const { return state_->traffic; }
+double Communicator::wait_seconds() const { return state_->wait_seconds; }
+
+Work Communicator::all_gather(
+    std::span<const Segment> segments, const at::Tensor& image, std::string_view unit) const {
+  if (size() == 1) return {};
+  ProfilerRange range("ragged::all_gather", unit);
+  state_->before("all_gather", unit);
+  BelowAutograd guard;
+  Work work(state_, "all_gather", unit);
+  const at::Tensor movable = as_movable(image);
+  for (const Segment& segment : segments) {
+    if (segment.numel == 0) continue;
+    const Index slice_bytes = segment.numel / size() * movable.element_size();
+    const bool one_call = segment.kind == SegmentKind::kUniform &&
+        (is_stock() || state_->kind != BackendKind::kGloo || slice_bytes < kBroadcastSliceBytes);
+    if (one_call) {
+      work.add([&] {
+        return compat::all_gather(
+            *state_->group, movable.narrow(0, segment.image_offset, segment.numel),
+            slice(movable, segment.owners[static_cast<std::size_t>(rank())]));
+      });
+      continue;
+    }
+    for (int root = 0; root < size(); ++root) {
+      const plan::Interval owned = segment.owners[static_cast<std::size_t>(root)];
+      if (owned.empty()) continue;
+      work.add([&] {
+        std::vector<at::Tensor> tensors{slice(movable, owned)};
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        return state_->group->broadcast(tensors, options);
+      });
+    }
+  }
+  state_->traffic.gathered_bytes += bytes_of(segments, image);
+  ++state_->traffic.all_gathers;
+  return work;
+}
+
+bool Communicator::reduces_by_all_to_all(const Segment& segment) const {
+  if (segment.kind != SegmentKind::kUniform) return true;
+  return state_->kind == BackendKind::kGloo && !is_stock();
+}
+
+Index Communicator::staging_numel(const ReduceScatter& args) const {
+  if (size() == 1) return 0;
+  Index numel = 0;
+  for (const Segment& segment : args.segments) {
+    const Index owned = segment.owners[static_cast<std::size_t>(rank())].size();
+    if (reduces_by_all_to_all(segment)) {
+      numel += size() * owned;
+    } else if (args.accumulate || args.image.scalar_type() != args.shard.scalar_type()) {
+      numel += owned;
+    }
+  }
+  return numel;
+}
+
+Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view unit) const {
+  ProfilerRange range("ragged::reduce_scatter", unit);
+  BelowAutograd guard;
+  const SumInRankOrder sum{.scale = args.scale, .accumulate = args.accumulate};
+  if (size() == 1) {
+    Index local = 0;
+    for (const Segment& segment : args.segments) {
+      const plan::Interval owned = segment.owners[0];
+      sum_in_rank_order(slice(args.image, owned), 1, args.shard.narrow(0, local, owned.size()), sum);
+      local += owned.size();
+    }
+    return {};
+  }
+  state_->before("reduce_scatter", unit);
+  Work work(state_, "reduce_scatter", unit);
+  Index local = 0;
+  Index staged = 0;
+  std::vector<std::function<void()>> finishers;
+  for (const Segment& segment : args.segments) {
+    if (segment.numel == 0) continue;
+    const plan::Interval owned = segment.owners[static_cast<std::size_t>(rank())];
+    const at::Tensor out = args.shard.narrow(0, local, owned.size());
+    local += owned.size();
+    if (reduces_by_all_to_all(segment)) {
+      const at::Tensor staging = args.staging.narrow(0, staged, size() * owned.size());
+      staged += staging.numel();
+      for (const std::vector<int>& run : ascending_runs(segment)) {
+        std::vector<int64_t> send(static_cast<std::size_t>(size()), 0);
+        std::vector<int64_t> receive(static_cast<std::size_t>(size()), 0);
+        bool receives = false;
+        for (int holder : run) {
+          send[static_cast<std::size_t>(holder)] = segment.owners[static_cast<std::size_t>(holder)].size();
+          receives = receives || holder == rank();
+        }
+        if (receives) std::fill(receive.begin(), receive.end(), owned.size());
+        const plan::Interval sent{
+            segment.owners[static_cast<std::size_t>(run.front())].begin,
+            segment.owners[static_cast<std::size_t>(run.back())].end};
+        work.add([&] {
+          return compat::all_to_all(
+              *state_->group, receives ? staging : staging.narrow(0, 0, 0), slice(args.image, sent), receive,
+              send);
+        });
+      }
+      finishers.push_back([staging, out, sum, ranks = size()] { sum_in_rank_order(staging, ranks, out, sum); });
+      continue;
+    }
+    const bool direct = !args.accumulate && args.image.scalar_type() == args.shard.scalar_type();
+    const at::Tensor target = direct ? out : args.staging.narrow(0, staged, owned.size());
+    if (!direct) staged += owned.size();
+    work.add([&] {
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = c10d::ReduceOp::SUM;
+      return compat::reduce_scatter(
+          *state_->group, target, args.image.narrow(0, segment.image_offset, segment.numel), options);
+    });
+    if (direct) {
+      finishers.push_back([out, scale = sum.scale] {
+        if (scale != 1.0) out.mul_(scale);
+      });
+    } else {
+      finishers.push_back([target, out, sum] { sum_in_rank_order(target, 1, out, sum); });
+    }
+  }
+  work.on_complete([finishers = std::move(finishers)] {
+    BelowAutograd below;
+    for (const auto& finish : finishers) finish();
+  });
+  state_->traffic.reduced_bytes += bytes_of(args.segments, args.image);
+  ++state_->traffic.reduce_scatters;
+  return work;
+}
+
+Work Communicator::all_reduce(const at::Tensor& tensor, bool max, std::string_view unit) const {
+  if (size() == 1) return {};
+  ProfilerRange range("ragged::all_reduce", unit);
+  state_->before("all_reduce", unit);
+  BelowAutograd guard;
+  Work work(state_, "all_reduce", unit);
+  work.add([&] {
+    std::vector<at::Tensor> tensors{tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+    return state_->group->allreduce(tensors, options);
+  });
+  state_->traffic.all_reduced_bytes += static_cast<Index>(tensor.nbytes());
+  ++state_->traffic.all_reduces;
+  return work;
+}
+
+Work Communicator::all_reduce_sum(const at::Tensor& tensor, std::string_view unit) const {
+  return all_reduce(tensor, false, unit);
+}
+
+Work Communicator::all_reduce_max(const at::Tensor& tensor, std::string_view unit) const {
+  return all_reduce(tensor, true, unit);
+}
+
+Work Communicator::broadcast(const at::Tensor& tensor, int root, std::string_view unit) const {
+  if (size() == 1) return {};
+  ProfilerRange range("ragged::broadcast", unit);
+  state_->before("broadcast", unit);
+  BelowAutograd guard;
+  Work work(state_, "broadcast", unit);
+  work.add([&] {
+    std::vector<at::Tensor> tensors{as_movable(tensor)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return state_->group->broadcast(tensors, options);
+  });
+  state_->traffic.other_bytes += static_cast<Index>(tensor.nbytes());
+  ++state_->traffic.others;
+  return work;
+}
+
+void Communicator::barrier() const {
+  const at::Tensor token = at::zeros({1}, at::TensorOptions().device(state_->device).dtype(at::kFloat));
+  all_reduce_sum(token, "barrier").wait();
+}
+
+}  // namespace ragged::comm

@@ -1,0 +1,34 @@
+// What the copies of one Communicator share. Private to ragged/comm.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "ragged/comm/compat.h"
+#include "ragged/comm/communicator.h"
+#include "ragged/comm/traffic.h"
+
+namespace ragged::comm {
+
+enum class BackendKind { kGloo, kNccl, kOther };
+
+struct GroupState {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::Device device = c10::Device(c10::kCPU);
+  CommOptions options;
+  std::string name;
+  int rank = 0;
+  int size = 1;
+  BackendKind kind = BackendKind::kOther;
+  std::chrono::milliseconds deadline = std::chrono::minutes(10);
+  Traffic traffic;
+  double wait_seconds = 0.0;
+  std::uint64_t sequence = 0;
+  std::string failure;  // of the first operation that failed; the group is unusable from then on
+
+  /// Throws CommError if an earlier operation failed; compares ranks when options.check_order says so.
+  void before(const char* operation, std::string_view unit);
+  [[noreturn]] void fail(const char* operation, std::string_view unit, const std::string& reason);
+};
+
+}  // namespace ragged::comm
