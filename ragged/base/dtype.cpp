@@ -31,9 +31,13 @@ const Entry& entry(DType dtype) {
 
 }  // namespace
 
-Index item_size(DType dtype) { return entry(dtype).bytes; }
+Index item_size(DType dtype) {
+  return entry(dtype).bytes;
+}
 
-std::string_view name(DType dtype) { return entry(dtype).name; }
+std::string_view name(DType dtype) {
+  return entry(dtype).name;
+}
 
 DType parse_dtype(std::string_view text) {
   std::string known;

@@ -4,7 +4,9 @@
 
 namespace ragged::detail {
 
-void throw_invalid_argument(std::string message) { throw InvalidArgument(message); }
+void throw_invalid_argument(std::string message) {
+  throw InvalidArgument(message);
+}
 
 void throw_internal_error(const char* file, int line, std::string message) {
   const char* slash = std::strrchr(file, '/');

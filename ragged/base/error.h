@@ -50,17 +50,18 @@ namespace detail {
 
 }  // namespace ragged
 
-/// Throws InvalidArgument unless `cond` holds. The rest is a fmt format string and its arguments; write it as
+/// Throws InvalidArgument unless `cond` holds. The rest is a fmt format string and its arguments;
+/// write it as
 /// "[operation] Expected <what>, but got <value> (param 'layers.3.wq', rank 2 of 8). <what to do>".
-#define RAGGED_CHECK(cond, ...)                                               \
-  do {                                                                        \
-    if (!(cond)) [[unlikely]]                                                 \
-      ::ragged::detail::throw_invalid_argument(::fmt::format(__VA_ARGS__));   \
+#define RAGGED_CHECK(cond, ...)                                             \
+  do {                                                                      \
+    if (!(cond)) [[unlikely]]                                               \
+      ::ragged::detail::throw_invalid_argument(::fmt::format(__VA_ARGS__)); \
   } while (false)
 
 /// Throws InternalError unless `cond` holds. Stays on in release builds: keep it cheap.
-#define RAGGED_ASSERT(cond, ...)                                                                  \
-  do {                                                                                            \
-    if (!(cond)) [[unlikely]]                                                                     \
-      ::ragged::detail::throw_internal_error(__FILE__, __LINE__, ::fmt::format(__VA_ARGS__));     \
+#define RAGGED_ASSERT(cond, ...)                                                              \
+  do {                                                                                        \
+    if (!(cond)) [[unlikely]]                                                                 \
+      ::ragged::detail::throw_internal_error(__FILE__, __LINE__, ::fmt::format(__VA_ARGS__)); \
   } while (false)

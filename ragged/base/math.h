@@ -13,10 +13,14 @@ namespace ragged {
 using Index = std::int64_t;
 
 /// Smallest q with q * divisor >= value; value >= 0, divisor > 0.
-constexpr Index ceil_div(Index value, Index divisor) { return (value + divisor - 1) / divisor; }
+constexpr Index ceil_div(Index value, Index divisor) {
+  return (value + divisor - 1) / divisor;
+}
 
 /// Smallest multiple of `multiple` that is >= value; value >= 0, multiple > 0.
-constexpr Index round_up(Index value, Index multiple) { return ceil_div(value, multiple) * multiple; }
+constexpr Index round_up(Index value, Index multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
 
 /// Least common multiple, or `cap` + 1 when it would exceed `cap`. Both factors > 0.
 constexpr Index capped_lcm(Index a, Index b, Index cap) {

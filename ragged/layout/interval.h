@@ -26,9 +26,9 @@ constexpr Interval intersect(Interval a, Interval b) {
   return both.empty() ? Interval{} : both;
 }
 
-/// One rank's part of one segment: `length` elements at `image_offset` in the bucket's unsharded image lie at
-/// `local_offset` in the rank's flat shard. A rank has exactly one a segment (length may be 0), and its shard
-/// is their concatenation in segment order.
+/// One rank's part of one segment: `length` elements at `image_offset` in the bucket's unsharded
+/// image lie at `local_offset` in the rank's flat shard. A rank has exactly one a segment (length
+/// may be 0), and its shard is their concatenation in segment order.
 struct SegmentRange {
   Index image_offset = 0;
   Index local_offset = 0;

@@ -1,5 +1,5 @@
-// An N-D grid of ranks with named dims, as a value. It knows who is where; process groups are made from it in
-// ragged/comm/.
+// An N-D grid of ranks with named dims, as a value. It knows who is where; process groups are made
+// from it in ragged/comm/.
 #pragma once
 
 #include <span>
@@ -10,8 +10,8 @@
 
 namespace ragged::layout {
 
-/// What a mesh dim is for. Foreign dims (tp, ep, pp, cp) belong to somebody else; their shards come first and a
-/// ragged placement cuts what they left.
+/// What a mesh dim is for. Foreign dims (tp, ep, pp, cp) belong to somebody else; their shards come
+/// first and a ragged placement cuts what they left.
 enum class DimRole { kReplicate, kShard, kForeign };
 
 struct MeshDim {
@@ -23,10 +23,11 @@ struct MeshDim {
 
 class Mesh {
  public:
-  /// Ranks 0 .. n-1 in row-major order (the last dim varies fastest). Throws InvalidArgument on no dims, a size
-  /// below 1, an empty or repeated name.
+  /// Ranks 0 .. n-1 in row-major order (the last dim varies fastest). Throws InvalidArgument on no
+  /// dims, a size below 1, an empty or repeated name.
   explicit Mesh(std::vector<MeshDim> dims);
-  /// The same over these global ranks, which must be distinct and as many as the product of the sizes.
+  /// The same over these global ranks, which must be distinct and as many as the product of the
+  /// sizes.
   Mesh(std::vector<MeshDim> dims, std::vector<int> ranks);
 
   /// 1-D mesh {shard}.
@@ -44,9 +45,11 @@ class Mesh {
 
   /// One coordinate a dim. Throws InvalidArgument for a rank outside the mesh.
   std::vector<int> coordinates(int rank) const;
-  /// The ranks that differ from `rank` in `dim` only, in order of that coordinate: the process group of the dim.
+  /// The ranks that differ from `rank` in `dim` only, in order of that coordinate: the process
+  /// group of the dim.
   std::vector<int> group(int dim, int rank) const;
-  /// Every group of the dim, in ascending order of its first position in the mesh; all ranks compute the same list.
+  /// Every group of the dim, in ascending order of its first position in the mesh; all ranks
+  /// compute the same list.
   std::vector<std::vector<int>> groups(int dim) const;
 
   friend bool operator==(const Mesh&, const Mesh&) = default;

@@ -1,5 +1,5 @@
-// What moves where when a flat tensor goes from one list of intervals to another (ragged to ragged): the counts
-// of an uneven all-to-all.
+// What moves where when a flat tensor goes from one list of intervals to another (ragged to
+// ragged): the counts of an uneven all-to-all.
 #pragma once
 
 #include <span>
@@ -17,8 +17,8 @@ struct Overlap {
   friend bool operator==(const Overlap&, const Overlap&) = default;
 };
 
-/// All non-empty intersections of from[i] with to[j], in ascending order of position. Each list must be
-/// ascending and disjoint (empty intervals anywhere). O(n + m).
+/// All non-empty intersections of from[i] with to[j], in ascending order of position. Each list
+/// must be ascending and disjoint (empty intervals anywhere). O(n + m).
 std::vector<Overlap> overlaps(std::span<const Interval> from, std::span<const Interval> to);
 
 }  // namespace ragged::layout

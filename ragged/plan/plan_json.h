@@ -1,5 +1,5 @@
-// Plans to and from JSON text, with a format number. Parsing validates: a file that isn't a plan is an
-// InvalidArgument that says where, never a half-filled value.
+// Plans to and from JSON text, with a format number. Parsing validates: a file that isn't a plan is
+// an InvalidArgument that says where, never a half-filled value.
 #pragma once
 
 #include <string>
