@@ -14,7 +14,7 @@ using Index = std::int64_t;
 
 /// Smallest q with q * divisor >= value; value >= 0, divisor > 0.
 constexpr Index ceil_div(Index value, Index divisor) {
-  return (value + divisor - 1) / divisor;
+  return value / divisor + (value % divisor != 0 ? 1 : 0);  // doesn't overflow
 }
 
 /// Smallest multiple of `multiple` that is >= value; value >= 0, multiple > 0.

@@ -16,6 +16,9 @@ using Json = nlohmann::ordered_json;
 // be checked.
 constexpr Index kMaxWorldSize = Index{1} << 20;
 constexpr Index kMaxOwners = Index{1} << 24;
+// A plan has six levels. The library recurses over what it has read, so that a file of brackets
+// would use up the stack.
+constexpr int kMaxDepth = 16;
 
 constexpr std::pair<SegmentKind, std::string_view> kKinds[] = {
     {SegmentKind::kUniform, "uniform"},
@@ -258,9 +261,15 @@ std::string to_json(const BucketPlan& plan) {
 }
 
 BucketPlan plan_from_json(std::string_view text) {
+  const auto check_depth = [](int depth, Json::parse_event_t, const Json&) {
+    RAGGED_CHECK(
+        depth <= kMaxDepth, "[plan_from_json] Expected at most {} levels of nesting, but got more.",
+        kMaxDepth);
+    return true;
+  };
   Json json;
   try {
-    json = Json::parse(text.begin(), text.end());
+    json = Json::parse(text.begin(), text.end(), check_depth);
   } catch (const Json::exception& error) {
     RAGGED_CHECK(false, "[plan_from_json] Expected JSON, but got an error: {}", error.what());
   }
