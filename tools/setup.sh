@@ -29,7 +29,7 @@ install_packages() {
     fi
   fi
   say "installing missing packages: $*"
-  say "running: ${as_root[*]} apt-get update && ${as_root[*]} $apt"
+  say "running: ${as_root[0]:+sudo }apt-get update && ${as_root[0]:+sudo }$apt"
   # Another apt, such as unattended upgrades on a new machine, is waited for.
   local run=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600)
   "${run[@]}" update || say "apt-get update had errors; trying with the lists that are there"
