@@ -27,6 +27,7 @@ struct UnitTraits {
   bool has_params = true;
   bool reduces = true;                // has trainable parameters
   bool reshard_after_forward = true;  // so that its calls gather again in backward
+  bool resident = false;              // its image is there when backward begins
 };
 
 enum class IssueKind { kGather, kReduce, kReshard };
@@ -43,6 +44,8 @@ struct IssueList {
   /// By call: how far the cursor must be when backward reaches the call, and when it leaves it.
   std::vector<int> pre_backward;
   std::vector<int> post_backward;
+  /// Where the entries of the root's end begin: everything before belongs to what the root called.
+  int tail = 0;
 };
 
 /// A unit called several times reduces once, after the call that backward reaches last.

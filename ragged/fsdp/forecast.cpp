@@ -1,0 +1,190 @@
+#include "ragged/fsdp/forecast.h"
+
+#include <algorithm>
+
+namespace ragged::fsdp {
+namespace {
+
+// Walks a step as the runtime would and keeps the books.
+class StepWalk {
+ public:
+  StepWalk(std::span<const UnitForecastInput> units, const StepOptions& options)
+      : units_(units), options_(options), resident_(units.size(), 0), reducing_(units.size(), 0) {}
+
+  void micro_batch(std::span<const ForwardEvent> events, bool is_last) {
+    forward(events);
+    std::vector<UnitTraits> traits;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      const UnitForecastInput& unit = units_[u];
+      traits.push_back(
+          {.has_params = unit.plan != nullptr,
+           .reduces = unit.plan != nullptr && unit.plan->num_trainable_segments() > 0,
+           .reshard_after_forward = unit.reshard_after_forward,
+           .resident = resident_[u] != 0});
+    }
+    const IssueList list = build_issue_list(events, traits, options_.backward_prefetch);
+    const bool syncs = is_last || options_.sync_each_micro_batch;
+    for (const Issue& issue : list.issues) {
+      if (issue.kind == IssueKind::kGather) gather(issue.unit);
+      if (issue.kind == IssueKind::kReshard) drop(issue.unit);
+      if (issue.kind == IssueKind::kReduce) reduce(issue.unit, syncs);
+    }
+    in_flight_ = -1;
+    for (std::size_t u = 0; syncs && u < units_.size(); ++u) release_reduce(static_cast<int>(u));
+  }
+
+  StepForecast result;
+
+ private:
+  const plan::BucketPlan* plan(int unit) const { return units_[static_cast<std::size_t>(unit)].plan; }
+  Index image_bytes(int unit) const {
+    return plan(unit) ? plan(unit)->image_numel() * units_[static_cast<std::size_t>(unit)].param_bytes : 0;
+  }
+  Index reduce_bytes(int unit) const {
+    if (!plan(unit)) return 0;
+    return plan(unit)->image_numel(plan(unit)->num_trainable_segments()) *
+        units_[static_cast<std::size_t>(unit)].reduce_bytes;
+  }
+
+  void forward(std::span<const ForwardEvent> events) {
+    // Gathers run ahead by whole units, in the order of the events.
+    std::vector<int> order;
+    for (const ForwardEvent& event : events) {
+      if (event.is_begin) order.push_back(event.unit);
+    }
+    std::size_t begun = 0;
+    for (const ForwardEvent& event : events) {
+      if (!event.is_begin) {
+        if (units_[static_cast<std::size_t>(event.unit)].reshard_after_forward) drop(event.unit);
+        continue;
+      }
+      const std::size_t until =
+          std::min(order.size(), begun + static_cast<std::size_t>(options_.forward_prefetch) + 1);
+      for (std::size_t i = begun; i < until; ++i) gather(order[i]);
+      ++begun;
+    }
+  }
+
+  void gather(int unit) {
+    const plan::BucketPlan* p = plan(unit);
+    char& resident = resident_[static_cast<std::size_t>(unit)];
+    if (!p || resident) return;
+    resident = true;
+    images_ += image_bytes(unit);
+    result.peak_image_bytes = std::max(result.peak_image_bytes, images_);
+    result.cast_in_bytes += p->local_numel(options_.rank) * units_[static_cast<std::size_t>(unit)].param_bytes;
+    if (p->world_size == 1) return;
+    result.gathered_bytes += image_bytes(unit);
+    ++result.gathers;
+  }
+
+  void drop(int unit) {
+    char& resident = resident_[static_cast<std::size_t>(unit)];
+    if (resident) images_ -= image_bytes(unit);
+    resident = false;
+  }
+
+  // By the time a unit is reduced all its gradients are in its buffer, and the reduction issued before is complete.
+  void reduce(int unit, bool syncs) {
+    const plan::BucketPlan* p = plan(unit);
+    for (const plan::ParamSpec& param : p->params) {
+      if (param.trainable) {
+        result.cast_grad_bytes += param.numel() * units_[static_cast<std::size_t>(unit)].reduce_bytes;
+      }
+    }
+    take_reduce(0);  // the root collects throughout
+    take_reduce(unit);
+    if (!syncs) return;
+    if (in_flight_ >= 0) release_reduce(in_flight_);
+    in_flight_ = unit;
+    if (p->world_size == 1) return;
+    result.reduced_bytes += reduce_bytes(unit);
+    ++result.reduces;
+  }
+
+  void take_reduce(int unit) {
+    char& taken = reducing_[static_cast<std::size_t>(unit)];
+    if (!plan(unit) || taken) return;
+    taken = true;
+    reduce_ += reduce_bytes(unit);
+    result.peak_reduce_bytes = std::max(result.peak_reduce_bytes, reduce_);
+  }
+
+  void release_reduce(int unit) {
+    char& taken = reducing_[static_cast<std::size_t>(unit)];
+    if (taken) reduce_ -= reduce_bytes(unit);
+    taken = false;
+  }
+
+  std::span<const UnitForecastInput> units_;
+  const StepOptions& options_;
+  std::vector<char> resident_;
+  std::vector<char> reducing_;
+  Index images_ = 0;
+  Index reduce_ = 0;
+  int in_flight_ = -1;
+};
+
+Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& options) {
+  const auto bytes = [](const UnitForecastInput& unit) {
+    return unit.plan ? unit.plan->image_numel() * unit.param_bytes : Index{0};
+  };
+  Index largest = 0;
+  Index ancestors = 0;
+  Index kept = 0;  // units that stay gathered until backward are open throughout
+  std::vector<Index> open(units.size(), 0);
+  std::vector<char> is_ancestor(units.size(), 0);
+  for (const UnitForecastInput& unit : units) {
+    if (unit.parent >= 0) is_ancestor[static_cast<std::size_t>(unit.parent)] = true;
+  }
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    const UnitForecastInput& unit = units[u];
+    if (unit.parent >= 0) open[u] = open[static_cast<std::size_t>(unit.parent)];
+    if (is_ancestor[u] || unit.parent < 0) {
+      open[u] += bytes(unit);
+      ancestors = std::max(ancestors, open[u]);
+    }
+    if (unit.parent < 0) continue;
+    if (unit.reshard_after_forward) {
+      largest = std::max(largest, bytes(unit));
+    } else {
+      kept += bytes(unit);
+    }
+  }
+  const int ahead = std::max(options.backward_prefetch, options.forward_prefetch);
+  const auto others = static_cast<Index>(std::count_if(units.begin(), units.end(), [](const auto& unit) {
+    return unit.parent >= 0 && unit.plan && unit.reshard_after_forward;
+  }));
+  return ancestors + kept + std::min<Index>(ahead + 1, others) * largest;
+}
+
+}  // namespace
+
+StepForecast forecast_step(
+    std::span<const UnitForecastInput> units, std::span<const ForwardEvent> events, const StepOptions& options) {
+  StepWalk walk(units, options);
+  for (int i = 0; i < options.micro_batches; ++i) walk.micro_batch(events, i + 1 == options.micro_batches);
+  StepForecast forecast = walk.result;
+  for (const UnitForecastInput& unit : units) {
+    if (unit.plan) forecast.padding_bytes += unit.plan->padding() * unit.param_bytes;
+  }
+  forecast.image_bytes_bound = image_bound(units, options);
+  return forecast;
+}
+
+std::vector<ForwardEvent> module_order_events(std::span<const int> parent) {
+  std::vector<ForwardEvent> events;
+  std::vector<int> open;
+  for (int unit = 0; unit < static_cast<int>(parent.size()); ++unit) {
+    while (!open.empty() && open.back() != parent[static_cast<std::size_t>(unit)]) {
+      events.push_back({false, open.back(), true});
+      open.pop_back();
+    }
+    events.push_back({true, unit, true});
+    open.push_back(unit);
+  }
+  for (; !open.empty(); open.pop_back()) events.push_back({false, open.back(), true});
+  return events;
+}
+
+}  // namespace ragged::fsdp
