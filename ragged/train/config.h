@@ -1,0 +1,118 @@
+// What `ragged train` is told, as plain structs, and its way from TOML and back. Nothing here
+// touches torch, a device or the network: a config is checked as a whole before anything is
+// allocated.
+#pragma once
+
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ragged/base/math.h"
+
+namespace ragged::train {
+
+/// A Llama-style decoder.
+struct ModelConfig {
+  Index dim = 256;
+  Index layers = 4;
+  Index heads = 4;
+  Index kv_heads = 2;  // must divide heads
+  Index feed_forward = 688;
+  Index vocabulary = 256;  // at least 256: tokens are bytes
+  double rope_theta = 10000.0;
+  double norm_eps = 1e-5;
+  double init_std = 0.02;
+};
+
+/// Text as bytes; see data.h.
+struct DataConfig {
+  std::string path = "python-stdlib";
+  std::vector<std::string> extensions = {".py"};
+  Index max_bytes = 32 << 20;
+  Index holdout = 20;  // every so many files one is kept for validation
+};
+
+struct TrainConfig {
+  Index steps = 100;
+  Index batch = 4;       // sequences per rank and micro-batch
+  Index sequence = 128;  // tokens per sequence
+  Index accumulate = 1;  // micro-batches per step
+  bool sync_each_micro_batch = false;
+  Index warmup = 10;  // steps
+  double lr = 3e-3;
+  double min_lr_ratio = 0.1;
+  double clip = 1.0;  // largest gradient norm
+  Index seed = 1;
+  std::string param_dtype = "auto";
+  std::string reduce_dtype = "fp32";
+  bool activation_checkpointing = false;
+  Index log_every = 1;  // steps between console lines
+};
+
+struct OptimizerConfig {
+  std::string kind = "adamw";
+  std::vector<double> betas = {0.9, 0.95};
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  std::string moment_dtype = "fp32";
+};
+
+struct ParallelConfig {
+  Index shard = 0;      // ranks that share one copy of the model; 0: all of them
+  Index replicate = 1;  // copies
+  bool reshard_after_forward = true;
+  Index forward_prefetch = 0;
+  Index backward_prefetch = 1;
+  Index rows = 0;  // rows of a matrix that stay on one rank; 0: no such wish
+  std::string collectives = "auto";
+  double timeout_s = 600.0;
+};
+
+struct EvalConfig {
+  Index every = 0;           // steps; 0: only before the first step and after the last
+  Index sequences = 64;      // held-out sequences, over all ranks together
+  Index sample_bytes = 240;  // of generated text at the end
+  double temperature = 0.7;
+};
+
+/// Not in this version: both must keep their defaults.
+struct CheckpointConfig {
+  Index every = 0;
+  std::string resume = {};
+};
+
+struct RunConfig {
+  std::string dir = {};  // runs/<name of the config file> when empty
+  std::string device = "auto";
+};
+
+struct Config {
+  ModelConfig model;
+  DataConfig data;
+  TrainConfig train;
+  OptimizerConfig optimizer;
+  ParallelConfig parallel;
+  EvalConfig eval;
+  CheckpointConfig checkpoint;
+  RunConfig run;
+};
+
+/// Reads a TOML file, then applies overrides of the form "--section.key=value" in order; the last
+/// one wins. Sets run.dir where it is empty. Throws InvalidArgument that names file, line and key
+/// for a missing file, bad TOML, an unknown key (with the nearest known one), a value of another
+/// type, or one out of range.
+Config load_config(const std::filesystem::path& path, std::span<const std::string> overrides = {});
+
+/// The same over text; `source` stands for the file in messages and run.dir.
+Config parse_config(
+    std::string_view toml, std::string_view source, std::span<const std::string> overrides = {});
+
+/// Every key with its value, grouped by section: what load_config reads back to an equal config.
+std::string to_toml(const Config& config);
+
+/// One line a key: name, default, meaning.
+std::string describe_config_keys();
+
+}  // namespace ragged::train

@@ -1,0 +1,362 @@
+#include "ragged/train/config_keys.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numeric>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace ragged::train {
+namespace {
+
+constexpr double kNone = std::numeric_limits<double>::infinity();
+
+// The largest integer that TOML, JSON readers and doubles agree on.
+constexpr double kMaxExact = 9007199254740992.0;
+
+#define SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
+
+std::vector<ConfigKey> make_keys() {
+  return {
+      {.name = "model.dim", .slot = SLOT(model.dim), .help = "width of the model", .min = 1},
+      {.name = "model.layers", .slot = SLOT(model.layers), .help = "decoder layers", .min = 1},
+      {.name = "model.heads", .slot = SLOT(model.heads), .help = "query heads", .min = 1},
+      {.name = "model.kv_heads",
+       .slot = SLOT(model.kv_heads),
+       .help = "key and value heads; divides heads",
+       .min = 1},
+      {.name = "model.feed_forward",
+       .slot = SLOT(model.feed_forward),
+       .help = "hidden width of the SwiGLU layer",
+       .min = 1},
+      {.name = "model.vocabulary",
+       .slot = SLOT(model.vocabulary),
+       .help = "tokens; the first 256 are the bytes",
+       .min = 256},
+      {.name = "model.rope_theta",
+       .slot = SLOT(model.rope_theta),
+       .help = "base of the rotary frequencies",
+       .min = 1},
+      {.name = "model.norm_eps",
+       .slot = SLOT(model.norm_eps),
+       .help = "added to the mean square in RMSNorm",
+       .min = 0},
+      {.name = "model.init_std",
+       .slot = SLOT(model.init_std),
+       .help = "standard deviation of initial weights",
+       .min = 0},
+
+      {.name = "data.path",
+       .slot = SLOT(data.path),
+       .help = "a file, a folder, or python-stdlib: the source of Python's standard library"},
+      {.name = "data.extensions",
+       .slot = SLOT(data.extensions),
+       .help = "files of a folder that are read; empty: all"},
+      {.name = "data.max_bytes",
+       .slot = SLOT(data.max_bytes),
+       .help = "text beyond this many bytes is left out",
+       .min = 1},
+      {.name = "data.holdout",
+       .slot = SLOT(data.holdout),
+       .help = "one file in so many is kept for validation",
+       .min = 2},
+
+      {.name = "train.steps", .slot = SLOT(train.steps), .help = "optimizer steps", .min = 1},
+      {.name = "train.batch",
+       .slot = SLOT(train.batch),
+       .help = "sequences per rank and micro-batch",
+       .min = 1},
+      {.name = "train.sequence",
+       .slot = SLOT(train.sequence),
+       .help = "tokens per sequence",
+       .min = 1},
+      {.name = "train.accumulate",
+       .slot = SLOT(train.accumulate),
+       .help = "micro-batches per step",
+       .min = 1},
+      {.name = "train.sync_each_micro_batch",
+       .slot = SLOT(train.sync_each_micro_batch),
+       .help = "reduce gradients in every micro-batch, not only in the last: less memory, more "
+               "traffic"},
+      {.name = "train.warmup",
+       .slot = SLOT(train.warmup),
+       .help = "steps until the learning rate is reached",
+       .min = 0},
+      {.name = "train.lr",
+       .slot = SLOT(train.lr),
+       .help = "largest learning rate",
+       .min = 0,
+       .min_excluded = true},
+      {.name = "train.min_lr_ratio",
+       .slot = SLOT(train.min_lr_ratio),
+       .help = "learning rate of the last step over the largest",
+       .min = 0,
+       .max = 1},
+      {.name = "train.clip",
+       .slot = SLOT(train.clip),
+       .help = "largest norm of the gradients; above it they are scaled down",
+       .min = 0,
+       .min_excluded = true},
+      {.name = "train.seed",
+       .slot = SLOT(train.seed),
+       .help = "of initial values, data order and samples",
+       .min = 0},
+      {.name = "train.param_dtype",
+       .slot = SLOT(train.param_dtype),
+       .help = "of gathered parameters and compute; auto: bf16 where the hardware has it",
+       .choices = {"auto", "fp32", "bf16"}},
+      {.name = "train.reduce_dtype",
+       .slot = SLOT(train.reduce_dtype),
+       .help = "of gradients on the wire",
+       .choices = {"fp32", "bf16"}},
+      {.name = "train.activation_checkpointing",
+       .slot = SLOT(train.activation_checkpointing),
+       .help = "keep no activations of layers, compute them again in backward"},
+      {.name = "train.log_every",
+       .slot = SLOT(train.log_every),
+       .help = "steps between console lines",
+       .min = 1},
+
+      {.name = "optimizer.kind",
+       .slot = SLOT(optimizer.kind),
+       .help = "the optimizer",
+       .choices = {"adamw"}},
+      {.name = "optimizer.betas",
+       .slot = SLOT(optimizer.betas),
+       .help = "decay of the two moments",
+       .min = 0,
+       .max = 1,
+       .max_excluded = true,
+       .length = 2},
+      {.name = "optimizer.eps",
+       .slot = SLOT(optimizer.eps),
+       .help = "added to the root of the second moment",
+       .min = 0,
+       .min_excluded = true},
+      {.name = "optimizer.weight_decay",
+       .slot = SLOT(optimizer.weight_decay),
+       .help = "of parameters with two dims and more",
+       .min = 0},
+      {.name = "optimizer.moment_dtype",
+       .slot = SLOT(optimizer.moment_dtype),
+       .help = "of the two moments",
+       .choices = {"fp32", "bf16"}},
+
+      {.name = "parallel.shard",
+       .slot = SLOT(parallel.shard),
+       .help = "ranks that share one copy of the model; 0: all that replicate leaves",
+       .min = 0},
+      {.name = "parallel.replicate",
+       .slot = SLOT(parallel.replicate),
+       .help = "copies of the model",
+       .min = 1},
+      {.name = "parallel.reshard_after_forward",
+       .slot = SLOT(parallel.reshard_after_forward),
+       .help = "drop gathered layers after forward, gather them again in backward"},
+      {.name = "parallel.forward_prefetch",
+       .slot = SLOT(parallel.forward_prefetch),
+       .help = "layers gathered ahead in forward",
+       .min = 0},
+      {.name = "parallel.backward_prefetch",
+       .slot = SLOT(parallel.backward_prefetch),
+       .help = "layers gathered ahead in backward",
+       .min = 0},
+      {.name = "parallel.rows",
+       .slot = SLOT(parallel.rows),
+       .help = "rows of a matrix that stay together on one rank; 0: any cut will do",
+       .min = 0},
+      {.name = "parallel.collectives",
+       .slot = SLOT(parallel.collectives),
+       .help = "auto: the fastest measured; stock: those that FSDP2 issues",
+       .choices = {"auto", "stock"}},
+      {.name = "parallel.timeout_s",
+       .slot = SLOT(parallel.timeout_s),
+       .help = "seconds that a rank waits for the others",
+       .min = 0,
+       .max = 86400,
+       .min_excluded = true},
+
+      {.name = "eval.every",
+       .slot = SLOT(eval.every),
+       .help = "steps between validations; 0: only before the first and after the last",
+       .min = 0},
+      {.name = "eval.sequences",
+       .slot = SLOT(eval.sequences),
+       .help = "held-out sequences in one validation",
+       .min = 1},
+      {.name = "eval.sample_bytes",
+       .slot = SLOT(eval.sample_bytes),
+       .help = "bytes of text generated at the end",
+       .min = 0},
+      {.name = "eval.temperature",
+       .slot = SLOT(eval.temperature),
+       .help = "of that text; 0: always the likeliest byte",
+       .min = 0},
+
+      {.name = "checkpoint.every",
+       .slot = SLOT(checkpoint.every),
+       .help = "steps between checkpoints; not in this version",
+       .min = 0},
+      {.name = "checkpoint.resume",
+       .slot = SLOT(checkpoint.resume),
+       .help = "checkpoint to start from; not in this version"},
+
+      {.name = "run.dir",
+       .slot = SLOT(run.dir),
+       .help = "folder of metrics, summary and resolved config; empty: runs/<config name>"},
+      {.name = "run.device",
+       .slot = SLOT(run.device),
+       .help = "auto: CUDA where there is a device for every rank",
+       .choices = {"auto", "cpu", "cuda"}},
+  };
+}
+
+#undef SLOT
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+std::string_view section_of(std::string_view name) {
+  return name.substr(0, name.find('.'));
+}
+
+std::string_view last_part(std::string_view name) {
+  return name.substr(name.find('.') + 1);
+}
+
+void check_number(const ConfigKey& key, double value) {
+  // NaN fails both comparisons, so it is refused by every key.
+  const bool above = key.min_excluded ? value > key.min : value >= key.min;
+  const bool below = key.max_excluded ? value < key.max : value <= key.max;
+  RAGGED_CHECK(
+      above && below && std::isfinite(value), "[config] Expected {}, but got {} (key '{}').",
+      expected_value(key), value, key.name);
+}
+
+struct CheckRange {
+  const ConfigKey& key;
+
+  void operator()(const bool*) const {}
+  void operator()(const Index* value) const {
+    check_number(key, static_cast<double>(*value));
+    RAGGED_CHECK(
+        static_cast<double>(*value) <= kMaxExact, "[config] Expected {}, but got {} (key '{}').",
+        expected_value(key), *value, key.name);
+  }
+  void operator()(const double* value) const { check_number(key, *value); }
+  void operator()(const std::string* value) const {
+    RAGGED_CHECK(
+        key.choices.empty() || std::ranges::find(key.choices, *value) != key.choices.end(),
+        "[config] Expected {}, but got \"{}\" (key '{}').", expected_value(key), *value, key.name);
+  }
+  void operator()(const std::vector<double>* values) const {
+    RAGGED_CHECK(
+        key.length == 0 || values->size() == key.length,
+        "[config] Expected {}, but got {} of them (key '{}').", expected_value(key), values->size(),
+        key.name);
+    for (double value : *values) check_number(key, value);
+  }
+  void operator()(const std::vector<std::string>*) const {}
+};
+
+}  // namespace
+
+std::span<const ConfigKey> config_keys() {
+  static const std::vector<ConfigKey> keys = make_keys();
+  return keys;
+}
+
+const ConfigKey* find_config_key(std::string_view name) {
+  const auto keys = config_keys();
+  const auto it = std::ranges::find(keys, name, &ConfigKey::name);
+  return it == keys.end() ? nullptr : &*it;
+}
+
+std::string suggest_config_key(std::string_view name) {
+  std::string_view best;
+  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 3) + 1;
+  const auto offer = [&](std::string_view candidate, std::size_t distance) {
+    if (distance >= best_distance) return;
+    best = candidate;
+    best_distance = distance;
+  };
+  const bool is_section = name.find('.') == std::string_view::npos;
+  for (const ConfigKey& key : config_keys()) {
+    // A section of its own, or a key that was written in no section or in the wrong one.
+    if (is_section) offer(section_of(key.name), edit_distance(name, section_of(key.name)));
+    offer(key.name, edit_distance(name, key.name));
+    offer(key.name, edit_distance(last_part(name), last_part(key.name)) + 1);
+  }
+  return best.empty() ? std::string() : fmt::format(" Did you mean '{}'?", best);
+}
+
+std::string expected_value(const ConfigKey& key) {
+  Config scratch;
+  struct Describe {
+    const ConfigKey& key;
+    std::string range() const {
+      std::string text;
+      if (key.min != -kNone) text += fmt::format(" {} {}", key.min_excluded ? ">" : ">=", key.min);
+      if (key.max != kNone) {
+        text += fmt::format(
+            "{} {} {}", text.empty() ? "" : " and", key.max_excluded ? "<" : "<=", key.max);
+      }
+      return text;
+    }
+    std::string operator()(const bool*) const { return "true or false"; }
+    std::string operator()(const Index*) const { return "an integer" + range(); }
+    std::string operator()(const double*) const { return "a number" + range(); }
+    std::string operator()(const std::string*) const {
+      return key.choices.empty() ? "a string"
+                                 : fmt::format("one of {}", fmt::join(key.choices, ", "));
+    }
+    std::string operator()(const std::vector<double>*) const {
+      return key.length == 0 ? "a list of numbers" + range()
+                             : fmt::format("a list of {} numbers{}", key.length, range());
+    }
+    std::string operator()(const std::vector<std::string>*) const { return "a list of strings"; }
+  };
+  return std::visit(Describe{key}, key.slot(scratch));
+}
+
+void validate(const Config& config) {
+  Config copy = config;
+  for (const ConfigKey& key : config_keys()) std::visit(CheckRange{key}, key.slot(copy));
+
+  const ModelConfig& model = config.model;
+  RAGGED_CHECK(
+      model.heads % model.kv_heads == 0,
+      "[config] Expected model.heads to be a multiple of model.kv_heads, but got {} and {}. Every "
+      "key head serves the same number of query heads.",
+      model.heads, model.kv_heads);
+  RAGGED_CHECK(
+      model.dim % (2 * model.heads) == 0,
+      "[config] Expected model.dim to be a multiple of 2 * model.heads, but got {} and {} heads. "
+      "Rotary positions turn pairs of elements in a head.",
+      model.dim, model.heads);
+  RAGGED_CHECK(
+      config.checkpoint.every == 0,
+      "[config] Expected checkpoint.every = 0, but got {}. Checkpoints aren't in this version yet.",
+      config.checkpoint.every);
+  RAGGED_CHECK(
+      config.checkpoint.resume.empty(),
+      "[config] Expected an empty checkpoint.resume, but got \"{}\". Checkpoints aren't in this "
+      "version yet.",
+      config.checkpoint.resume);
+}
+
+}  // namespace ragged::train

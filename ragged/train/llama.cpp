@@ -1,0 +1,168 @@
+#include "ragged/train/llama.h"
+
+#include <cmath>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "ragged/fsdp/unit.h"
+
+namespace ragged::train {
+namespace {
+
+at::Tensor uninitialised(at::IntArrayRef shape, c10::Device device) {
+  return at::empty(shape, at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+}  // namespace
+
+Linear::Linear(Index in, Index out, c10::Device device)
+    : weight(register_parameter("weight", uninitialised({out, in}, device))) {}
+
+at::Tensor Linear::forward(const at::Tensor& x) {
+  return at::linear(x, weight);
+}
+
+Embedding::Embedding(Index count, Index dim, c10::Device device)
+    : weight(register_parameter("weight", uninitialised({count, dim}, device))) {}
+
+at::Tensor Embedding::forward(const at::Tensor& tokens) {
+  return at::embedding(weight, tokens);
+}
+
+RmsNorm::RmsNorm(Index dim, double eps, c10::Device device)
+    : weight(register_parameter("weight", uninitialised({dim}, device))), eps_(eps) {}
+
+at::Tensor RmsNorm::forward(const at::Tensor& x) {
+  return at::rms_norm(x, {x.size(-1)}, weight, eps_);
+}
+
+const RotaryTable::Table& RotaryTable::table(Index sequence, c10::Device device) {
+  const auto [it, is_new] = tables_.try_emplace({device.str(), sequence});
+  if (is_new) {
+    const at::NoGradGuard no_grad;
+    // In fp64 and on the CPU, so that every device gets the same bits.
+    const at::Tensor exponents = at::arange(0, head_dim_, 2, at::kDouble) / head_dim_;
+    const at::Tensor frequencies = at::pow(theta_, exponents).reciprocal();
+    const at::Tensor angles =
+        at::outer(at::arange(sequence, at::kDouble), frequencies).unsqueeze(1);
+    it->second.cosines = angles.cos().to(at::kFloat).to(device);
+    it->second.sines = angles.sin().to(at::kFloat).to(device);
+  }
+  return it->second;
+}
+
+at::Tensor RotaryTable::rotate(const at::Tensor& x) {
+  const Table& angles = table(x.size(1), x.device());
+  const Index half = head_dim_ / 2;
+  const at::Tensor first = x.narrow(-1, 0, half);
+  const at::Tensor second = x.narrow(-1, half, half);
+  return at::cat(
+             {first * angles.cosines - second * angles.sines,
+              second * angles.cosines + first * angles.sines},
+             -1)
+      .to(x.scalar_type());
+}
+
+Attention::Attention(
+    const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device)
+    : heads_(config.heads),
+      kv_heads_(config.kv_heads),
+      head_dim_(config.dim / config.heads),
+      rotary_(std::move(rotary)) {
+  const Index kv_dim = kv_heads_ * head_dim_;
+  q_proj = register_module("q_proj", std::make_shared<Linear>(config.dim, config.dim, device));
+  k_proj = register_module("k_proj", std::make_shared<Linear>(config.dim, kv_dim, device));
+  v_proj = register_module("v_proj", std::make_shared<Linear>(config.dim, kv_dim, device));
+  o_proj = register_module("o_proj", std::make_shared<Linear>(config.dim, config.dim, device));
+}
+
+at::Tensor Attention::forward(const at::Tensor& x) {
+  const Index batch = x.size(0);
+  const Index sequence = x.size(1);
+  const auto by_head = [&](const at::Tensor& t, Index heads) {
+    return t.view({batch, sequence, heads, head_dim_});
+  };
+  const at::Tensor q = rotary_->rotate(by_head(fsdp::call(*q_proj, x), heads_));
+  const at::Tensor k = rotary_->rotate(by_head(fsdp::call(*k_proj, x), kv_heads_));
+  const at::Tensor v = by_head(fsdp::call(*v_proj, x), kv_heads_);
+  const at::Tensor attended = at::scaled_dot_product_attention(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*attn_mask=*/{}, /*dropout_p=*/0.0,
+      /*is_causal=*/true, /*scale=*/{}, /*enable_gqa=*/kv_heads_ != heads_);
+  return fsdp::call(
+      *o_proj, attended.transpose(1, 2).reshape({batch, sequence, heads_ * head_dim_}));
+}
+
+SwiGlu::SwiGlu(const ModelConfig& config, c10::Device device) {
+  const Index hidden = config.feed_forward;
+  gate_proj = register_module("gate_proj", std::make_shared<Linear>(config.dim, hidden, device));
+  up_proj = register_module("up_proj", std::make_shared<Linear>(config.dim, hidden, device));
+  down_proj = register_module("down_proj", std::make_shared<Linear>(hidden, config.dim, device));
+}
+
+at::Tensor SwiGlu::forward(const at::Tensor& x) {
+  const at::Tensor gate = at::silu(fsdp::call(*gate_proj, x));
+  return fsdp::call(*down_proj, gate * fsdp::call(*up_proj, x));
+}
+
+DecoderLayer::DecoderLayer(
+    const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device) {
+  const auto make_norm = [&] {
+    return std::make_shared<RmsNorm>(config.dim, config.norm_eps, device);
+  };
+  input_layernorm = register_module("input_layernorm", make_norm());
+  self_attn =
+      register_module("self_attn", std::make_shared<Attention>(config, std::move(rotary), device));
+  post_attention_layernorm = register_module("post_attention_layernorm", make_norm());
+  mlp = register_module("mlp", std::make_shared<SwiGlu>(config, device));
+}
+
+at::Tensor DecoderLayer::forward(const at::Tensor& x) {
+  const at::Tensor h = x + fsdp::call(*self_attn, fsdp::call(*input_layernorm, x));
+  return h + fsdp::call(*mlp, fsdp::call(*post_attention_layernorm, h));
+}
+
+Llama::Llama(const ModelConfig& config, c10::Device device) {
+  const auto rotary = std::make_shared<RotaryTable>(config.dim / config.heads, config.rope_theta);
+  embed_tokens = register_module(
+      "embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, device));
+  const auto list = register_module("layers", std::make_shared<ShardableModule>());
+  for (Index i = 0; i < config.layers; ++i) {
+    layers.push_back(list->register_module(
+        std::to_string(i), std::make_shared<DecoderLayer>(config, rotary, device)));
+  }
+  norm = register_module("norm", std::make_shared<RmsNorm>(config.dim, config.norm_eps, device));
+  lm_head =
+      register_module("lm_head", std::make_shared<Linear>(config.dim, config.vocabulary, device));
+}
+
+at::Tensor Llama::forward_logits(const at::Tensor& tokens) {
+  at::Tensor x = fsdp::call(*embed_tokens, tokens);
+  for (const auto& layer : layers) x = fsdp::call(*layer, x);
+  return fsdp::call(*lm_head, fsdp::call(*norm, x));
+}
+
+at::Tensor Llama::forward(const at::Tensor& tokens, const at::Tensor& targets) {
+  // The loss is a sum over many small terms: in fp32 whatever the layers compute in.
+  const at::Tensor logits = forward_logits(tokens).to(at::kFloat);
+  return at::cross_entropy_loss(logits.flatten(0, -2), targets.flatten());
+}
+
+fsdp::InitFn init_rule(const ModelConfig& config) {
+  const double residual_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
+  return
+      [std = config.init_std, residual_std](const std::string& name, std::span<const Index> shape) {
+        if (shape.size() == 1) return fsdp::constant(1.0);
+        const bool writes_residual =
+            name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+        return fsdp::normal(0.0, writes_residual ? residual_std : std);
+      };
+}
+
+Index parameter_count(const torch::nn::Module& module) {
+  Index count = 0;
+  for (const at::Tensor& parameter : module.parameters()) count += parameter.numel();
+  return count;
+}
+
+}  // namespace ragged::train

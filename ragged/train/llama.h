@@ -1,0 +1,135 @@
+// A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied
+// embedding and head. Names and shapes are Hugging Face's, so that its checkpoints fit. Plain
+// torch::nn modules: they know nothing of ranks, and whether a child is sharded is decided by
+// fully_shard, not here.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include "ragged/fsdp/init.h"
+#include "ragged/fsdp/shardable.h"
+#include "ragged/train/config.h"
+
+namespace ragged::train {
+
+/// Any part of the model may become a unit.
+class ShardableModule : public torch::nn::Module, public fsdp::Shardable {};
+
+/// y = x W^T; no bias.
+class Linear : public ShardableModule {
+ public:
+  Linear(Index in, Index out, c10::Device device);
+  at::Tensor forward(const at::Tensor& x);
+
+  at::Tensor weight;  // [out, in]
+};
+
+class Embedding : public ShardableModule {
+ public:
+  Embedding(Index count, Index dim, c10::Device device);
+  /// int64 of any shape -> that shape plus [dim].
+  at::Tensor forward(const at::Tensor& tokens);
+
+  at::Tensor weight;  // [count, dim]
+};
+
+class RmsNorm : public ShardableModule {
+ public:
+  RmsNorm(Index dim, double eps, c10::Device device);
+  at::Tensor forward(const at::Tensor& x);
+
+  at::Tensor weight;  // [dim]
+
+ private:
+  double eps_;
+};
+
+/// Cosines and sines of the rotary positions, made on first use on the device that asks. They are
+/// neither parameters nor buffers: on a model built on the meta device those would stay without
+/// values.
+class RotaryTable {
+ public:
+  RotaryTable(Index head_dim, double theta) : head_dim_(head_dim), theta_(theta) {}
+  /// Turns each pair (i, i + head_dim/2) of a head by its position; in fp32, returned in x's dtype.
+  /// x: [batch, sequence, heads, head_dim].
+  at::Tensor rotate(const at::Tensor& x);
+
+ private:
+  struct Table {
+    at::Tensor cosines;  // [sequence, 1, head_dim/2] fp32
+    at::Tensor sines;
+  };
+  const Table& table(Index sequence, c10::Device device);
+
+  Index head_dim_;
+  double theta_;
+  std::map<std::pair<std::string, Index>, Table> tables_;
+};
+
+class Attention : public ShardableModule {
+ public:
+  Attention(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device);
+  /// Causal. [batch, sequence, dim] -> same.
+  at::Tensor forward(const at::Tensor& x);
+
+  std::shared_ptr<Linear> q_proj, k_proj, v_proj, o_proj;
+
+ private:
+  Index heads_, kv_heads_, head_dim_;
+  std::shared_ptr<RotaryTable> rotary_;
+};
+
+class SwiGlu : public ShardableModule {
+ public:
+  SwiGlu(const ModelConfig& config, c10::Device device);
+  at::Tensor forward(const at::Tensor& x);
+
+  std::shared_ptr<Linear> gate_proj, up_proj, down_proj;
+};
+
+class DecoderLayer : public ShardableModule {
+ public:
+  DecoderLayer(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device);
+  at::Tensor forward(const at::Tensor& x);
+
+  std::shared_ptr<RmsNorm> input_layernorm;
+  std::shared_ptr<Attention> self_attn;
+  std::shared_ptr<RmsNorm> post_attention_layernorm;
+  std::shared_ptr<SwiGlu> mlp;
+};
+
+class Llama : public ShardableModule {
+ public:
+  /// Parameters are fp32 and uninitialised; on the meta device they take no memory.
+  Llama(const ModelConfig& config, c10::Device device);
+
+  /// Mean cross-entropy in nats, fp32, 0-dim. tokens, targets: [batch, sequence] int64.
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets);
+  /// [batch, sequence, vocabulary].
+  at::Tensor forward_logits(const at::Tensor& tokens);
+
+  std::shared_ptr<Embedding> embed_tokens;
+  std::vector<std::shared_ptr<DecoderLayer>> layers;
+  std::shared_ptr<RmsNorm> norm;
+  std::shared_ptr<Linear> lm_head;
+};
+
+/// The model as a function from tokens to logits, for a unit to call: root->call(logits, tokens).
+struct LlamaLogits {
+  Llama& model;
+  at::Tensor forward(const at::Tensor& tokens) { return model.forward_logits(tokens); }
+};
+
+/// Norms start at 1, matrices normal with init_std, those that write to the residual stream by
+/// sqrt(2 layers) smaller, so that its size doesn't grow with depth.
+fsdp::InitFn init_rule(const ModelConfig& config);
+
+/// Number of parameters.
+Index parameter_count(const torch::nn::Module& module);
+
+}  // namespace ragged::train

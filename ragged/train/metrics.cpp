@@ -1,0 +1,120 @@
+#include "ragged/train/metrics.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+namespace ragged::train {
+namespace {
+
+// Colour only where a person looks at it and hasn't asked for none (no-color.org).
+bool stdout_has_colour() {
+  const char* no_color = std::getenv("NO_COLOR");
+  const char* term = std::getenv("TERM");
+  return isatty(STDOUT_FILENO) == 1 && !(no_color && *no_color) && term &&
+      std::string_view(term) != "dumb";
+}
+
+// "1,234,567": the table is there to compare, so every byte is shown.
+std::string grouped(Index value) {
+  const std::string digits = fmt::format("{}", value);
+  std::string text;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0 && digits[i - 1] != '-') text += ',';
+    text += digits[i];
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string format_bytes(Index bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  while (value >= 1024.0 && unit + 1 < std::size(kUnits)) {
+    value /= 1024.0;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+std::string console_line(const StepMetrics& m, Index steps) {
+  std::string line = fmt::format(
+      "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:>6.0f} tok/s  {:>5.0f} ms  wait "
+      "{:>2.0f}%  mem {}",
+      m.step, fmt::formatted_size("{}", steps), steps, m.loss, m.grad_norm, m.lr, m.tokens_per_s,
+      m.step_ms, 100.0 * m.comm_wait, format_bytes(m.peak_bytes));
+  if (m.val_loss) line += fmt::format("  val {:.4f}", *m.val_loss);
+  return line;
+}
+
+std::string bytes_table(const StepBytes& planned, const StepBytes& measured) {
+  std::string text =
+      fmt::format("{:<34}{:>16}{:>16}\n", "bytes of one step on this rank", "planned", "measured");
+  const auto row = [&](const char* name, Index StepBytes::*field) {
+    const bool equal = planned.*field == measured.*field;
+    text += fmt::format(
+        "  {:<32}{:>16}{:>16}  {}\n", name, grouped(planned.*field), grouped(measured.*field),
+        equal ? "equal" : "DIFFERS");
+  };
+  row("padding", &StepBytes::padding_bytes);
+  row("gathered", &StepBytes::gathered_bytes);
+  row("reduced", &StepBytes::reduced_bytes);
+  row("cast", &StepBytes::cast_bytes);
+  row("copied", &StepBytes::copied_bytes);
+  row("peak of unsharded images", &StepBytes::peak_image_bytes);
+  return text;
+}
+
+void write_file(const std::filesystem::path& path, std::string_view text) {
+  const std::filesystem::path temporary = path.string() + ".tmp";
+  std::error_code error;
+  {
+    std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
+    file << text;
+    file.flush();
+    RAGGED_CHECK(
+        file, "[run] Expected to write '{}', but couldn't. Is run.dir writable, is the disk full?",
+        temporary.string());
+  }
+  std::filesystem::rename(temporary, path, error);
+  RAGGED_CHECK(
+      !error, "[run] Expected to write '{}', but got: {}.", path.string(), error.message());
+}
+
+Reporter::Reporter(bool is_main, std::filesystem::path dir)
+    : is_main_(is_main), has_colour_(stdout_has_colour()), dir_(std::move(dir)) {
+  if (!is_main_) return;
+  std::error_code error;
+  std::filesystem::create_directories(dir_, error);
+  jsonl_.open(dir_ / "metrics.jsonl", std::ios::trunc);
+  RAGGED_CHECK(
+      !error && jsonl_, "[run] Expected a folder to write to, but '{}' isn't (key 'run.dir').",
+      dir_.string());
+}
+
+void Reporter::say(std::string_view line) {
+  if (!is_main_) return;
+  fmt::print("{}\n", line);
+  std::fflush(stdout);
+}
+
+void Reporter::step(const StepMetrics& metrics, Index steps, bool on_console) {
+  if (!is_main_) return;
+  jsonl_ << to_json_line(metrics) << std::endl;  // flushed: a run that is killed leaves what it did
+  if (!on_console) return;
+  const std::string line = console_line(metrics, steps);
+  say(has_colour_ && metrics.val_loss ? fmt::format("\x1b[1m{}\x1b[0m", line) : line);
+}
+
+void Reporter::finish(const RunSummary& summary) {
+  if (!is_main_) return;
+  say(bytes_table(summary.planned, summary.measured));
+  write_file(dir_ / "summary.json", to_json(summary) + "\n");
+}
+
+}  // namespace ragged::train

@@ -1,0 +1,49 @@
+// The JSON of metrics.h, apart because nlohmann's header is slow to compile.
+#include <nlohmann/json.hpp>
+
+#include "ragged/train/metrics.h"
+
+namespace ragged::train {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json to_object(const StepBytes& bytes) {
+  return {
+      {"padding_bytes", bytes.padding_bytes}, {"gathered_bytes", bytes.gathered_bytes},
+      {"reduced_bytes", bytes.reduced_bytes}, {"cast_bytes", bytes.cast_bytes},
+      {"copied_bytes", bytes.copied_bytes},   {"peak_image_bytes", bytes.peak_image_bytes},
+  };
+}
+
+}  // namespace
+
+std::string to_json_line(const StepMetrics& metrics) {
+  Json object;
+  object["step"] = metrics.step;
+  object["loss"] = metrics.loss;
+  if (metrics.val_loss) object["val_loss"] = *metrics.val_loss;
+  object["grad_norm"] = metrics.grad_norm;
+  object["lr"] = metrics.lr;
+  object["tokens_per_s"] = metrics.tokens_per_s;
+  object["step_ms"] = metrics.step_ms;
+  object["comm_wait"] = metrics.comm_wait;
+  object["peak_bytes"] = metrics.peak_bytes;
+  return object.dump();
+}
+
+std::string to_json(const RunSummary& summary) {
+  Json object;
+  object["steps"] = summary.steps;
+  object["parameters"] = summary.parameters;
+  object["world_size"] = summary.world_size;
+  object["param_dtype"] = summary.param_dtype;
+  object["seconds"] = summary.seconds;
+  object["loss"] = summary.loss;
+  object["val_loss"] = summary.val_loss;
+  object["planned"] = to_object(summary.planned);
+  object["measured"] = to_object(summary.measured);
+  return object.dump(2);
+}
+
+}  // namespace ragged::train
