@@ -13,8 +13,7 @@ void check_ascending(std::span<const Interval> intervals, std::string_view side)
     RAGGED_CHECK(
         !has_previous || intervals[rank].begin >= previous_end,
         "[overlaps] Expected ascending, disjoint intervals in '{}', but got [{}, {}) on rank {} "
-        "after "
-        "an interval that ends at {}.",
+        "after an interval that ends at {}.",
         side, intervals[rank].begin, intervals[rank].end, rank, previous_end);
     has_previous = true;
     previous_end = intervals[rank].end;

@@ -32,8 +32,7 @@ std::vector<Index> checked_units(int dims, std::vector<Index> units) {
   RAGGED_CHECK(
       dims > 0 || num_owners == 1,
       "[RaggedShard] Expected exactly one non-zero unit with dims=0, but got [{}]. Give dims > 0 "
-      "to "
-      "share a tensor between ranks.",
+      "to share a tensor between ranks.",
       fmt::join(units, ", "));
   if (divisor > 1) {
     for (Index& unit : units) unit /= divisor;
@@ -141,8 +140,7 @@ Interval ragged_interval(std::span<const Index> shape, const RaggedShard& placem
     RAGGED_CHECK(
         numel == 0,
         "[ragged_interval] Expected some non-zero unit for the {} elements of the shape [{}], but "
-        "all "
-        "are zero.",
+        "all are zero.",
         numel, fmt::join(shape, ", "));
     return {};
   }
@@ -151,8 +149,7 @@ Interval ragged_interval(std::span<const Index> shape, const RaggedShard& placem
   RAGGED_CHECK(
       cells % total == 0,
       "[ragged_interval] Expected local units whose sum divides the {} cells of the first {} dims "
-      "of "
-      "the shape [{}], but their sum is {}.",
+      "of the shape [{}], but their sum is {}.",
       cells, dims, fmt::join(shape, ", "), total);
   if (numel == 0) return {};
   const Index unit_size = cells / total * row_size(shape, dims);
@@ -169,16 +166,14 @@ RaggedShard ragged_from_intervals(std::span<const Index> shape, std::span<const 
     RAGGED_CHECK(
         by_rank[rank].begin == cursor,
         "[ragged_from_intervals] Expected ascending, adjacent intervals, but got [{}, {}) where {} "
-        "was "
-        "due (rank {} of {}).",
+        "was due (rank {} of {}).",
         by_rank[rank].begin, by_rank[rank].end, cursor, rank, by_rank.size());
     cursor = by_rank[rank].end;
   }
   RAGGED_CHECK(
       cursor == numel,
       "[ragged_from_intervals] Expected intervals that cover the {} elements of the shape [{}], "
-      "but they "
-      "end at {}.",
+      "but they end at {}.",
       numel, fmt::join(shape, ", "), cursor);
   std::vector<Index> units(by_rank.size(), 0);
   if (numel == 0) return RaggedShard(1, std::move(units));

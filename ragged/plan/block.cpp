@@ -28,8 +28,7 @@ BlockExtent strip(
   RAGGED_CHECK(
       block.count <= matrix.rows,
       "[block] Expected at most the {} rows of one matrix of the shape [{}], but got {} (param "
-      "'{}'). "
-      "Lower the count, or use whole().",
+      "'{}'). Lower the count, or use whole().",
       matrix.rows, fmt::join(shape, ", "), to_string(block), param);
   return {.block = block.count * matrix.columns, .restart = matrix.restart};
 }
@@ -73,8 +72,7 @@ BlockExtent block_extent(const Block& block, std::span<const Index> shape, std::
   RAGGED_CHECK(
       block.kind != Block::Kind::kTile || shape.size() >= 2,
       "[block] Expected a parameter of at least 2 dims for {}, but got the shape [{}] (param "
-      "'{}'). Use "
-      "elements() or rows().",
+      "'{}'). Use elements() or rows().",
       to_string(block), fmt::join(shape, ", "), param);
   const Index numel = checked_product(shape);
   if (numel == 0) return {};
@@ -83,8 +81,7 @@ BlockExtent block_extent(const Block& block, std::span<const Index> shape, std::
       RAGGED_CHECK(
           block.count <= numel,
           "[block] Expected at most the {} elements of the shape [{}], but got {} (param '{}'). "
-          "Lower "
-          "the count, or use whole().",
+          "Lower the count, or use whole().",
           numel, fmt::join(shape, ", "), to_string(block), param);
       return {.block = block.count};
     case Block::Kind::kWhole:

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <map>
 
-#include <fmt/format.h>
+#include "ragged/plan/uniform_search.h"
 
 namespace ragged::plan {
 namespace {
@@ -42,8 +42,7 @@ void check(const ParamSpec& param) {
   RAGGED_CHECK(
       param.restart == 0 || param.restart >= param.block,
       "[plan] Expected blocks to restart every {} elements or more, the size of a block, but got "
-      "{} "
-      "(param '{}').",
+      "{} (param '{}').",
       param.block, param.restart, param.name);
 }
 
@@ -69,26 +68,16 @@ Extent search_extent(const ParamSpec& param) {
   return {numel, std::min(param.restart, numel)};
 }
 
-// The same parameter for the bound, which needs the true blocks: one extent a run.
-void add_bound_extents(const ParamSpec& param, std::vector<Extent>& extents) {
-  const Index numel = param.numel();
-  const Index run = param.restart > 0 && param.restart % param.block != 0 ? param.restart : numel;
-  for (Index begin = 0; begin < numel; begin += run) {
-    const Index length = std::min(run, numel - begin);
-    extents.push_back({length, std::min(param.block, length)});
-  }
-}
-
 void add_segment(BucketPlan& plan, bool trainable) {
   Segment segment{.image_offset = plan.image_numel(), .trainable = trainable};
   std::vector<Extent> extents;
-  std::vector<Extent> bound_extents;
+  detail::PieceCounts pieces;  // for the bound: the true blocks, not whole runs
   for (int i = 0; at(i) < plan.params.size(); ++i) {
     const ParamSpec& param = plan.params[at(i)];
     if (param.trainable != trainable) continue;
     segment.params.push_back(i);
     extents.push_back(search_extent(param));
-    add_bound_extents(param, bound_extents);
+    detail::add_pieces(pieces, extents.back().numel, param.block, param.restart);
   }
   if (segment.params.empty()) return;
 
@@ -104,8 +93,8 @@ void add_segment(BucketPlan& plan, bool trainable) {
     const Index begin = segment.image_offset + rank * found.shard_size;
     segment.owners.push_back({begin, begin + found.shard_size});
   }
-  plan.lower_bound += plan.world_size *
-      shard_size_lower_bound(bound_extents, plan.world_size, plan.collective_unit);
+  plan.lower_bound +=
+      plan.world_size * detail::bound_for_pieces(pieces, plan.world_size, plan.collective_unit);
   plan.segments.push_back(std::move(segment));
 }
 
@@ -124,7 +113,19 @@ std::vector<Index> shape_key(std::span<const ParamSpec> params) {
 
 BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options) {
   check(options);
-  for (const ParamSpec& param : params) check(param);
+  // A quarter of what the search can count, so that it names the parameter and the segments' sum
+  // fits.
+  const Index limit = std::numeric_limits<Index>::max() / 16 / options.world_size;
+  Index numel = 0;
+  for (const ParamSpec& param : params) {
+    check(param);
+    RAGGED_CHECK(
+        param.numel() <= limit - numel,
+        "[plan] Expected a bucket of at most {} elements for {} ranks, but got more (param '{}'). "
+        "Make it smaller.",
+        limit, options.world_size, param.name);
+    numel += param.numel();
+  }
   BucketPlan plan{
       .world_size = options.world_size,
       .collective_unit = options.collective_unit,

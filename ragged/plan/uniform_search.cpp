@@ -76,8 +76,7 @@ UniformSearch::UniformSearch(
     RAGGED_CHECK(
         tensor.numel <= limit - start_alignment - collective_unit - packed,
         "[plan] Expected fewer than {} elements for {} ranks, but got more (tensor {}). Make the "
-        "bucket "
-        "smaller.",
+        "bucket smaller.",
         limit, world_size, i);
     numel += tensor.numel;
     packed += round_up(tensor.numel, start_alignment);
@@ -130,6 +129,39 @@ Index UniformSearch::improve(Index best, Index unit) const {
     }
   }
   return high * unit;
+}
+
+void add_pieces(PieceCounts& pieces, Index numel, Index block, Index restart) {
+  const auto add_run = [&](Index length, Index num_runs) {
+    if (length >= block) pieces[block] += length / block * num_runs;
+    if (length % block != 0) pieces[length % block] += num_runs;
+  };
+  if (numel == 0) return;
+  const Index run = restart > 0 ? std::min(restart, numel) : numel;
+  add_run(run, numel / run);
+  if (numel % run != 0) add_run(numel % run, 1);
+}
+
+Index bound_for_pieces(const PieceCounts& pieces, int world_size, Index collective_unit) {
+  Index numel = 0;
+  for (const auto& [piece, count] : pieces) numel += piece * count;
+  if (numel == 0) return 0;
+  // With u = size / parts as the unit, a piece holds floor(piece / u) whole units, a rank of load S
+  // at most floor(S / u), so S >= u * ceil(all units / ranks). Any u is right; fractions of the
+  // pieces are where the bound jumps. Buckets of many distinct pieces try fewer fractions, to stay
+  // in microseconds.
+  const Index most_parts = std::min(
+      std::clamp<Index>(4096 / static_cast<Index>(pieces.size()), 1, 64),
+      std::numeric_limits<Index>::max() / 4 / numel);
+  Index bound = ceil_div(numel, world_size);
+  for (const auto& [size, unused] : pieces) {
+    for (Index parts = 1; parts <= most_parts; ++parts) {
+      Index units = 0;
+      for (const auto& [piece, count] : pieces) units += piece * parts / size * count;
+      bound = std::max(bound, ceil_div(size * ceil_div(units, world_size), parts));
+    }
+  }
+  return round_up(bound, collective_unit);
 }
 
 }  // namespace detail
@@ -228,33 +260,11 @@ UniformLayout plan_uniform_paper(
 
 Index shard_size_lower_bound(
     std::span<const Extent> tensors, int world_size, Index collective_unit) {
+  // Only for its checks.
   const UniformSearch checked(tensors, world_size, collective_unit, 1);
-  std::map<Index, Index> pieces;  // size of a block, short last ones included -> how many
-  std::set<Index> blocks;
-  Index numel = 1;
-  for (const Extent& tensor : tensors) {
-    if (tensor.numel == 0) continue;
-    numel += tensor.numel;
-    blocks.insert(tensor.block);
-    pieces[tensor.block] += tensor.numel / tensor.block;
-    if (tensor.numel % tensor.block != 0) pieces[tensor.numel % tensor.block] += 1;
-  }
-  // With u = block / parts as the unit, a piece holds floor(piece / u) whole units, a rank of load
-  // S at most floor(S / u), so S >= u * ceil(all units / ranks). Any u is right; fractions of the
-  // blocks are where the bound jumps. Buckets of many distinct blocks try fewer fractions, to stay
-  // in microseconds.
-  const Index most_parts = std::min(
-      std::clamp<Index>(4096 / static_cast<Index>(pieces.size() + 1), 1, 64),
-      std::numeric_limits<Index>::max() / 2 / numel);
-  Index bound = checked.smallest();
-  for (Index block : blocks) {
-    for (Index parts = 1; parts <= most_parts; ++parts) {
-      Index units = 0;
-      for (const auto& [piece, count] : pieces) units += piece * parts / block * count;
-      bound = std::max(bound, ceil_div(block * ceil_div(units, world_size), parts));
-    }
-  }
-  return round_up(bound, collective_unit);
+  detail::PieceCounts pieces;
+  for (const Extent& tensor : tensors) detail::add_pieces(pieces, tensor.numel, tensor.block, 0);
+  return detail::bound_for_pieces(pieces, world_size, collective_unit);
 }
 
 }  // namespace ragged::plan

@@ -2,6 +2,7 @@
 // plan_uniform and plan_uniform_paper share. Internal to the planner.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -41,5 +42,15 @@ class UniformSearch {
   Index smallest_ = 0;
   Index largest_ = 0;
 };
+
+/// Size of a piece that must stay on one rank (a block, or the short rest of one) -> how many there
+/// are.
+using PieceCounts = std::map<Index, Index>;
+
+/// Adds the blocks of one tensor. `restart` as in ParamSpec.
+void add_pieces(PieceCounts& pieces, Index numel, Index block, Index restart);
+
+/// shard_size_lower_bound() for pieces: blocks that restart aren't extents.
+Index bound_for_pieces(const PieceCounts& pieces, int world_size, Index collective_unit);
 
 }  // namespace ragged::plan::detail

@@ -101,8 +101,7 @@ class Validator {
       RAGGED_CHECK(
           segment.shard_size == 0,
           "[validate] Expected a shard size of 0 in a segment that isn't uniform, but got {} "
-          "(segment "
-          "{}).",
+          "(segment {}).",
           segment.shard_size, index);
       return;
     }
@@ -183,14 +182,12 @@ class Validator {
       RAGGED_CHECK(
           plan_.params[param].trainable == segment.trainable,
           "[validate] Expected trainable and frozen parameters apart, but got both in segment {} "
-          "(param "
-          "'{}').",
+          "(param '{}').",
           index, name);
       RAGGED_CHECK(
           start >= cursor && start <= end && numels_[param] <= end - start,
           "[validate] Expected {} elements between {} and {}, but got a start of {} (segment {}, "
-          "param "
-          "'{}').",
+          "param '{}').",
           numels_[param], cursor, end, start, index, name);
       RAGGED_CHECK(
           numels_[param] == 0 || start % plan_.start_alignment == 0,
@@ -203,8 +200,7 @@ class Validator {
     RAGGED_CHECK(
         segment.kind != SegmentKind::kRagged || end - cursor < plan_.collective_unit,
         "[validate] Expected no padding in a ragged segment, but got {} elements at its end "
-        "(segment "
-        "{}).",
+        "(segment {}).",
         end - cursor, index);
   }
 

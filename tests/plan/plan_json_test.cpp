@@ -1,5 +1,7 @@
 #include "ragged/plan/plan_json.h"
 
+#include <array>
+
 #include "ragged/plan/planner.h"
 #include "tests/plan/plans.h"
 #include "tests/support/expect_error.h"

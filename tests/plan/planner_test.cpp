@@ -133,6 +133,14 @@ TEST(Planner, keeps_matrices_of_a_stack_whole_where_blocks_leave_a_rest) {
   EXPECT_EQ(plan.lower_bound, 4 * 32);
 }
 
+TEST(Planner, takes_a_stack_of_very_many_matrices) {
+  const std::vector<ParamSpec> params{
+      {.name = "experts", .shape = {Index{1} << 40, 5, 4}, .block = 8, .restart = 20}};
+  const BucketPlan plan = plan_bucket(params, {.world_size = 7});
+  validate(plan);
+  EXPECT_LE(plan.lower_bound, plan.image_numel());
+}
+
 TEST(Planner, makes_legal_plans_of_random_buckets) {
   constexpr std::uint64_t kSeed = 2602;
   Seeded random(kSeed);
@@ -210,6 +218,8 @@ TEST(Planner, refuses_bad_parameters_by_name) {
   EXPECT_INVALID(
       plan_one({.shape = {Index{1} << 32, Index{1} << 32}}),
       "fewer than 2^63 elements, but got more (param 'layers.3.wq')");
+  EXPECT_INVALID(
+      plan_one({.shape = {Index{1} << 60}}), "for 2 ranks, but got more (param 'layers.3.wq')");
   EXPECT_NO_THROW(plan_one({.shape = {0, 4}, .block = 100}));
 }
 
