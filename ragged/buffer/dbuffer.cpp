@@ -100,9 +100,12 @@ void DBuffer::set_owner(void* owner) {
   for (DroppableStorage& storage : storages_) storage.set_owner(owner);
 }
 
-void DBuffer::set_name(int param, const std::string& name) {
-  if (static_cast<std::size_t>(param) < storages_.size()) {
-    storages_[static_cast<std::size_t>(param)].set_error(dropped_error(name, spec_.unit));
+void DBuffer::rename(std::string unit, std::shared_ptr<const plan::BucketPlan> plan) {
+  spec_.unit = std::move(unit);
+  spec_.plan = std::move(plan);
+  std::size_t i = 0;
+  for (DroppableStorage& storage : storages_) {
+    storage.set_error(dropped_error(spec_.plan->params[i++].name, spec_.unit));
   }
 }
 

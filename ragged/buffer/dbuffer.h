@@ -70,8 +70,8 @@ class DBuffer {
   at::Tensor tensor(int param) const;
   /// kReplicated only: marks the storage behind tensor(i), see DroppableStorage::owner_of.
   void set_owner(void* owner);
-  /// Names parameter i in the error that ops on dropped bytes raise.
-  void set_name(int param, const std::string& name);
+  /// The same layout under other names: in errors (of ops on dropped bytes too) and profiles.
+  void rename(std::string unit, std::shared_ptr<const plan::BucketPlan> plan);
 
   // --- operations on the whole bucket ---
   /// Casts a shard into this rank's ranges of a whole buffer.

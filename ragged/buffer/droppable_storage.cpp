@@ -11,6 +11,11 @@ namespace {
 
 // Marks our data pointers, so that a storage can be recognised; nothing to free, the slot's owner does that.
 void droppable_deleter(void*) {}
+void orphan_deleter(void*) {}
+
+auto deleter_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
+}
 
 at::Tensor bare_tensor(
     c10::Storage storage, at::ScalarType dtype, Index offset, at::IntArrayRef sizes, c10::Device device) {
@@ -41,7 +46,7 @@ DroppableStorage::DroppableStorage(Index bytes, c10::Device device, std::string 
 DroppableStorage::~DroppableStorage() {
   drop();
   // Tensors may outlive us; they must not find an owner that is gone.
-  impl()->_mutable_data_ptr_no_checks() = at::DataPtr(nullptr, device_);
+  impl()->_mutable_data_ptr_no_checks() = at::DataPtr(nullptr, nullptr, &orphan_deleter, device_);
 }
 
 at::Tensor DroppableStorage::tensor(at::ScalarType dtype, Index offset, at::IntArrayRef sizes) const {
@@ -94,7 +99,11 @@ at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10
 
 bool lacks_bytes(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.numel() > 0 && tensor.storage().nbytes() == 0 &&
-      DroppableStorage::owner_of(tensor) == nullptr;
+      deleter_of(tensor) != &droppable_deleter && !is_orphaned(tensor);
+}
+
+bool is_orphaned(const at::Tensor& tensor) {
+  return tensor.has_storage() && deleter_of(tensor) == &orphan_deleter;
 }
 
 }  // namespace ragged::buffer

@@ -54,5 +54,7 @@ class DroppableStorage {
 at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 /// Made by tensor_without_bytes() and never given any.
 bool lacks_bytes(const at::Tensor& tensor);
+/// The DroppableStorage behind it is gone, and its values with it.
+bool is_orphaned(const at::Tensor& tensor);
 
 }  // namespace ragged::buffer

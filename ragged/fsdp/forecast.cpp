@@ -9,7 +9,7 @@ namespace {
 class StepWalk {
  public:
   StepWalk(std::span<const UnitForecastInput> units, const StepOptions& options)
-      : units_(units), options_(options), resident_(units.size(), 0), reducing_(units.size(), 0) {}
+      : units_(units), options_(options), resident_(units.size(), 0), reducing_(units.size(), 0), filled_(units.size(), 0) {}
 
   void micro_batch(std::span<const ForwardEvent> events, bool is_last) {
     forward(events);
@@ -87,11 +87,13 @@ class StepWalk {
   // By the time a unit is reduced all its gradients are in its buffer, and the reduction issued before is complete.
   void reduce(int unit, bool syncs) {
     const plan::BucketPlan* p = plan(unit);
+    char& filled = filled_[static_cast<std::size_t>(unit)];
     for (const plan::ParamSpec& param : p->params) {
-      if (param.trainable) {
-        result.cast_grad_bytes += param.numel() * units_[static_cast<std::size_t>(unit)].reduce_bytes;
-      }
+      if (!param.trainable) continue;
+      const Index bytes = param.numel() * units_[static_cast<std::size_t>(unit)].reduce_bytes;
+      (filled ? result.added_grad_bytes : result.cast_grad_bytes) += bytes;
     }
+    filled = !syncs;
     take_reduce(0);  // the root collects throughout
     take_reduce(unit);
     if (!syncs) return;
@@ -119,7 +121,8 @@ class StepWalk {
   std::span<const UnitForecastInput> units_;
   const StepOptions& options_;
   std::vector<char> resident_;
-  std::vector<char> reducing_;
+  std::vector<char> reducing_;  // by unit: its reduce buffer is taken
+  std::vector<char> filled_;    // by unit: with gradients of an earlier micro-batch
   Index images_ = 0;
   Index reduce_ = 0;
   int in_flight_ = -1;

@@ -37,6 +37,7 @@ struct StepForecast {
   Index reduced_bytes = 0;
   Index cast_in_bytes = 0;         // masters into this rank's ranges of the images
   Index cast_grad_bytes = 0;       // gradients into the reduce buffers
+  Index added_grad_bytes = 0;      // gradients added to those of an earlier micro-batch in the same buffer
   Index copied_bytes = 0;          // any other copy: none
   Index peak_image_bytes = 0;      // exact, by walking the issue list
   Index image_bytes_bound = 0;     // open ancestors + (prefetch + 1) x the largest other unit

@@ -11,6 +11,7 @@
 // Not thread-safe: one thread drives a tree.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,6 +55,7 @@ struct FlatShard {
     int index = 0;           // of the parameter in the unit
     bool has_grad = false;
   };
+  int unit = 0;       // as in ShardedTensor
   at::Tensor params;  // 1-D masters
   at::Tensor grads;   // 1-D, same offsets, over the trainable prefix; undefined when there are none
   std::vector<Piece> pieces;
@@ -106,7 +108,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   RuntimeStats stats() const;
   void reset_peaks();
   /// What a step with these settings will move and hold; `micro_batches` forwards and backwards a step.
-  StepForecast forecast(int micro_batches = 1) const;
+  StepForecast forecast(int micro_batches = 1, bool sync_each_micro_batch = false) const;
   /// The plan of this unit's bucket; null when it has no parameters of its own.
   const plan::BucketPlan* plan() const;
   std::vector<std::shared_ptr<Unit>> units() const;  // of the tree, the root first, module order
@@ -120,6 +122,12 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   bool checkpoints_activations() const;
   std::vector<at::Tensor> own_parameters() const;
+  Runtime& runtime() const;
+  void for_each_group(bool recurse, const std::function<void(ParamGroup&, int unit)>& visit) const;
+  std::shared_ptr<ParamGroup> make_group(
+      std::size_t count, const std::function<std::pair<std::string, at::Tensor>(std::size_t)>& param_at) const;
+
+  void announce(torch::nn::Module& module);  // to a Shardable
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

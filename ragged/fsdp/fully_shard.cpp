@@ -1,0 +1,209 @@
+// What fully_shard does once, before anything runs: collect, validate, plan, and take the parameters over. All checks
+// look at facts that ranks share and come before any communication.
+#include <algorithm>
+#include <unordered_set>
+
+#include <ATen/ATen.h>
+
+#include "ragged/base/error.h"
+#include "ragged/comm/scalar_type.h"
+#include "ragged/fsdp/unit_impl.h"
+#include "ragged/plan/planner.h"
+
+namespace ragged::fsdp {
+namespace {
+
+constexpr Index kUnitBytes = 16;  // collectives and kernels like 16-byte borders (paper.md, "NCCL alignment")
+
+struct OwnParam {
+  std::string name;
+  at::Tensor tensor;
+};
+
+std::string qualified(const std::string& module, const std::string& param) {
+  return module.empty() ? param : module + "." + param;
+}
+
+std::string describe(const std::vector<torch::nn::Module*>& modules) {
+  std::string text;
+  for (const torch::nn::Module* module : modules) text += (text.empty() ? "" : ", ") + module->name();
+  return text;
+}
+
+void check_options(const FullyShardOptions& options) {
+  const layout::Mesh& mesh = options.groups.mesh;
+  const int shard_dim = mesh.find(layout::DimRole::kShard);
+  const int replicate_dim = mesh.find(layout::DimRole::kReplicate);
+  const int shard = shard_dim < 0 ? 1 : mesh.size(shard_dim);
+  const int replicate = replicate_dim < 0 ? 1 : mesh.size(replicate_dim);
+  RAGGED_CHECK(
+      options.groups.shard.size() == shard && options.groups.replicate.size() == replicate,
+      "[fully_shard] Expected groups that fit the mesh {}, but got a shard group of {} and a replicate group of {}. Make "
+      "them with World::groups(mesh).",
+      layout::to_string(mesh), options.groups.shard.size(), options.groups.replicate.size());
+}
+
+void check_param(const std::string& name, const at::Tensor& param) {
+  RAGGED_CHECK(
+      param.dim() > 0,
+      "[fully_shard] Expected parameters of at least one dim, but got a scalar (param '{}'). Make it 1-D, of one element.",
+      name);
+  RAGGED_CHECK(
+      param.is_contiguous(),
+      "[fully_shard] Expected contiguous parameters, but got strides {} for sizes {} (param '{}'). Call contiguous() on it "
+      "first.",
+      c10::str(param.strides()), c10::str(param.sizes()), name);
+  RAGGED_CHECK(
+      param.is_leaf(), "[fully_shard] Expected leaf tensors as parameters, but got a result of an operation (param '{}').",
+      name);
+  RAGGED_CHECK(
+      !param.is_meta(),
+      "[fully_shard] Expected a real parameter, but got one on the meta device (param '{}'). Build modules without memory "
+      "from deferred_parameter().",
+      name);
+  comm::to_dtype(param.scalar_type());
+}
+
+plan::ParamSpec param_spec(const OwnParam& param, const FullyShardOptions& options, Index unit) {
+  plan::ParamSpec spec;
+  spec.name = param.name;
+  spec.shape = param.tensor.sizes().vec();
+  spec.trainable = param.tensor.requires_grad();
+  const ParamInfo info{
+      .name = param.name, .shape = spec.shape, .dtype = param.tensor.scalar_type(), .requires_grad = spec.trainable};
+  const auto asked = options.shard_policy ? options.shard_policy(info) : std::nullopt;
+  const plan::Block block = asked ? *asked : plan::elements(std::max<Index>(1, std::min(unit, param.tensor.numel())));
+  const plan::BlockExtent extent = plan::block_extent(block, spec.shape, param.name);
+  spec.block = extent.block;
+  spec.restart = extent.restart;
+  return spec;
+}
+
+}  // namespace
+
+bool Unit::Impl::contains(const torch::nn::Module* module) const {
+  for (torch::nn::Module* root : modules) {
+    for (const auto& inside : root->modules(/*include_self=*/false)) {
+      if (inside.get() == module) return true;
+    }
+    if (root == module) return true;
+  }
+  return false;
+}
+
+std::shared_ptr<Unit> fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
+  return fully_shard(std::vector<torch::nn::Module*>{&module}, options);
+}
+
+std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const FullyShardOptions& options) {
+  RAGGED_CHECK(!modules.empty(), "[fully_shard] Expected at least one module, but got none.");
+  check_options(options);
+  auto unit = std::shared_ptr<Unit>(new Unit());
+  Unit::Impl& impl = *unit->impl_;
+  impl.modules = modules;
+  impl.options = options;
+
+  // Collect what is ours; find the units of what isn't.
+  std::vector<OwnParam> params;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& ignored : options.ignored_params) seen.insert(ignored.unsafeGetTensorImpl());
+  const auto visit = [&](const std::string& module_name, torch::nn::Module& holder) {
+    for (const auto& item : holder.named_parameters(/*recurse=*/false)) {
+      const std::string name = qualified(module_name, item.key());
+      const at::Tensor& param = item.value();
+      if (!param.defined()) continue;
+      if (auto* owner = static_cast<Unit*>(buffer::DroppableStorage::owner_of(param))) {
+        RAGGED_CHECK(
+            owner->impl_->contains(&holder),
+            "[fully_shard] Expected each parameter in one unit, but '{}' is tied to a parameter of the unit made of {} "
+            "(its '{}'). Shard the modules that share it in one call: fully_shard({{&a, &b}}, options).",
+            name, describe(owner->impl_->modules), owner->impl_->group->plan().params.front().name);
+        Unit* top = owner;
+        while (top->impl_->parent && top->impl_->parent != unit.get()) top = top->impl_->parent;
+        for (const torch::nn::Module* taken : top->impl_->modules) {
+          RAGGED_CHECK(
+              std::find(modules.begin(), modules.end(), taken) == modules.end(),
+              "[fully_shard] Expected a module that isn't sharded yet, but {} was given to fully_shard before (param "
+              "'{}').",
+              taken->name(), name);
+        }
+        if (top->impl_->parent) continue;
+        RAGGED_CHECK(
+            !top->impl_->runtime,
+            "[fully_shard] Expected the units inside {} not to have run as roots of their own, but the unit of {} has. "
+            "Shard the whole model before using any part of it.",
+            describe(modules), describe(top->impl_->modules));
+        top->impl_->parent = unit.get();
+        impl.children.push_back(top->shared_from_this());
+        continue;
+      }
+      RAGGED_CHECK(
+          !buffer::is_orphaned(param),
+          "[fully_shard] Expected the units of inner modules to be alive, but the one that held '{}' was destroyed. Keep "
+          "what fully_shard returns until the root is made.",
+          name);
+      if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;  // ignored, or tied inside this unit
+      check_param(name, param);
+      params.push_back({name, param});
+    }
+  };
+  try {
+    for (torch::nn::Module* module : modules) {
+      visit("", *module);
+      for (const auto& item : module->named_modules("", /*include_self=*/false)) visit(item.key(), *item.value());
+    }
+    if (!params.empty()) impl.group = unit->make_group(params.size(), [&](std::size_t i) {
+      return std::pair{params[i].name, params[i].tensor};
+    });
+  } catch (...) {
+    for (const auto& child : impl.children) child->impl_->parent = nullptr;  // nothing half taken over
+    throw;
+  }
+  if (impl.group) impl.group->set_owner(unit.get());
+  for (torch::nn::Module* module : modules) unit->announce(*module);
+  return unit;
+}
+
+void Unit::announce(torch::nn::Module& module) {
+  if (auto* shardable = dynamic_cast<Shardable*>(&module)) shardable->unit_ = weak_from_this();
+}
+
+std::shared_ptr<ParamGroup> Unit::make_group(
+    std::size_t count, const std::function<std::pair<std::string, at::Tensor>(std::size_t)>& param_at) const {
+  const FullyShardOptions& options = impl_->options;
+  ParamGroupSpec spec;
+  spec.groups = options.groups;
+  std::vector<OwnParam> params;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto [name, tensor] = param_at(i);
+    params.push_back({std::move(name), std::move(tensor)});
+    RAGGED_CHECK(
+        params[i].tensor.scalar_type() == params[0].tensor.scalar_type(),
+        "[fully_shard] Expected parameters of one dtype in a unit, but got {} (param '{}') and {} (param '{}'). Shard them "
+        "in different units, or convert one.",
+        c10::toString(params[0].tensor.scalar_type()), params[0].name, c10::toString(params[i].tensor.scalar_type()),
+        params[i].name);
+    spec.params.push_back(params[i].tensor);
+  }
+  spec.master_dtype = params[0].tensor.scalar_type();
+  spec.param_dtype = options.mixed_precision.param_dtype.value_or(spec.master_dtype);
+  spec.reduce_dtype = options.mixed_precision.reduce_dtype.value_or(spec.param_dtype);
+  const Index narrowest = static_cast<Index>(
+      std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
+  const Index unit = std::max<Index>(1, kUnitBytes / narrowest);
+  std::vector<plan::ParamSpec> specs;
+  for (const OwnParam& param : params) specs.push_back(param_spec(param, options, unit));
+  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(
+      specs, {.world_size = options.groups.shard.size(), .collective_unit = unit, .start_alignment = unit}));
+  if (options.sync_from_rank0) {
+    const at::NoGradGuard no_grad;
+    for (const OwnParam& param : params) {
+      if (buffer::lacks_bytes(param.tensor)) continue;
+      options.groups.shard.broadcast(param.tensor.detach(), 0, param.name).wait();
+      options.groups.replicate.broadcast(param.tensor.detach(), 0, param.name).wait();
+    }
+  }
+  return std::make_shared<ParamGroup>(std::move(spec));
+}
+
+}  // namespace ragged::fsdp

@@ -1,0 +1,341 @@
+#include "ragged/fsdp/param_group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include "ragged/base/error.h"
+
+namespace ragged::fsdp {
+namespace {
+
+using buffer::DBuffer;
+using buffer::Form;
+
+struct BelowAutograd {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+// Order matters and so does each bit: a multiply-and-xor over the words of the storage.
+std::uint64_t checksum_of(const at::Tensor& tensor, std::uint64_t hash) {
+  const at::Tensor host = tensor.detach().cpu().contiguous();
+  const auto* bytes = static_cast<const unsigned char*>(host.const_data_ptr());
+  std::size_t left = host.nbytes();
+  while (left > 0) {
+    std::uint64_t word = 0;
+    const std::size_t step = std::min<std::size_t>(left, sizeof(word));
+    std::memcpy(&word, bytes, step);
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15ULL;
+    hash ^= hash >> 29;
+    bytes += step;
+    left -= step;
+  }
+  return hash;
+}
+
+}  // namespace
+
+ParamGroup::ParamGroup(ParamGroupSpec spec) : spec_(std::move(spec)) {
+  const auto num_params = plan().params.size();
+  filled_.assign(num_params, 0);
+  used_.assign(num_params, 0);
+  has_grad_.assign(num_params, 0);
+  masters_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, -1), Form::kSharded);
+  image_ = std::make_unique<DBuffer>(buffer_spec(spec_.param_dtype, -1), Form::kReplicated);
+  make_reduce_buffers(plan().num_trainable_segments());
+
+  const at::NoGradGuard no_grad;
+  masters_->adopt(at::empty(
+      {masters_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device)));
+  for (std::size_t i = 0; i < num_params; ++i) {
+    at::Tensor& param = spec_.params[i];
+    const int index = static_cast<int>(i);
+    if (buffer::lacks_bytes(param)) {
+      if (needs_values_.empty()) needs_values_ = plan().params[i].name;
+    } else {
+      const layout::Interval owned = plan().owned(index, spec_.groups.shard.rank());
+      masters_->tensor(index).copy_(param.detach().view({-1}).narrow(0, owned.begin, owned.size()));
+      checksum_ = checksum_of(param, checksum_);
+    }
+    param.set_data(image_->tensor(index));
+  }
+}
+
+buffer::DBufferSpec ParamGroup::buffer_spec(at::ScalarType dtype, int num_segments) const {
+  return {
+      .unit = spec_.name,
+      .mesh = spec_.groups.mesh,
+      .plan = spec_.plan,
+      .num_segments = num_segments,
+      .rank = spec_.groups.shard.rank(),
+      .dtype = dtype,
+      .device = spec_.groups.device};
+}
+
+void ParamGroup::make_reduce_buffers(int num_segments) {
+  reduced_segments_ = num_segments;
+  reduce_ = std::make_unique<DBuffer>(buffer_spec(spec_.reduce_dtype, num_segments), Form::kPartial);
+  grads_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
+  partial_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
+  scratch_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
+}
+
+void ParamGroup::rename(std::string unit, const std::vector<std::string>& params) {
+  auto plan = std::make_shared<plan::BucketPlan>(*spec_.plan);
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    plan->params[i].name = params[i];
+    if (!needs_values_.empty() && spec_.plan->params[i].name == needs_values_) needs_values_ = params[i];
+  }
+  spec_.plan = plan;
+  spec_.name = std::move(unit);
+  for (DBuffer* buffer : {masters_.get(), image_.get(), reduce_.get(), grads_.get(), partial_.get(), scratch_.get()}) {
+    buffer->rename(spec_.name, spec_.plan);
+  }
+}
+
+Index ParamGroup::staging_bytes() const {
+  const Index numel = reduce_->staging_numel(spec_.groups.shard, *grads_, {.accumulate = true});
+  return numel * static_cast<Index>(c10::elementSize(spec_.reduce_dtype));
+}
+
+void ParamGroup::unshard() {
+  const auto version = masters_->flat()._version();
+  if (state_ == ShardState::kUnsharding) return;
+  if (state_ == ShardState::kUnsharded && gathered_version_ == version) return;
+  RAGGED_CHECK(
+      needs_values_.empty(),
+      "[unshard] Expected parameter '{}' to have values, but it was built without bytes and never initialised. Call "
+      "init_parameters() on the root first.",
+      needs_values_);
+  comm::ProfilerRange range("ragged::unshard", spec_.name);
+  if (!image_->is_resident()) image_->attach(slots_.pool->take(slots_.image, image_->nbytes()));
+  image_->cast_from(*masters_, counters);
+  gather_ = image_->all_gather(spec_.groups.shard);
+  gathered_version_ = version;
+  state_ = ShardState::kUnsharding;
+}
+
+void ParamGroup::wait_for_unshard() {
+  if (state_ != ShardState::kUnsharding) return;
+  gather_.wait();
+  state_ = ShardState::kUnsharded;
+}
+
+void ParamGroup::reshard() {
+  if (state_ == ShardState::kSharded) return;
+  wait_for_unshard();
+  image_->detach();  // and the slot goes back to the pool
+  state_ = ShardState::kSharded;
+}
+
+void ParamGroup::hook_gradients(const GradientReady& ready) {
+  accumulators_.resize(spec_.params.size());
+  for (std::size_t i = 0; i < spec_.params.size(); ++i) {
+    if (accumulators_[i] || !spec_.params[i].requires_grad()) continue;
+    // The node is kept: a tensor holds its accumulator weakly, and the hook would go with it.
+    accumulators_[i] = torch::autograd::impl::grad_accumulator(spec_.params[i]);
+    accumulators_[i]->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [group = weak_from_this(), ready, index = static_cast<int>(i)](
+            const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+          if (group.lock()) ready(index);
+          return outputs;
+        }));
+  }
+}
+
+bool ParamGroup::refresh_trainable(const GradientReady& ready) {
+  bool trains = false;
+  bool unfrozen = false;
+  for (std::size_t i = 0; i < spec_.params.size(); ++i) {
+    if (!spec_.params[i].requires_grad()) continue;
+    trains = true;
+    unfrozen = unfrozen || i >= accumulators_.size() || !accumulators_[i];
+    if (plan().segment_of(static_cast<int>(i)) < reduced_segments_) continue;
+    RAGGED_CHECK(
+        !grads_->is_resident() && !reduce_->is_resident(),
+        "[unfreeze] Expected no gradients in unit '{}' when '{}' is unfrozen, but got some. Call zero_grad() first.",
+        spec_.name, plan().params[i].name);
+    make_reduce_buffers(static_cast<int>(plan().segments.size()));
+    slots_.reduce = slots_.pool->add_class(buffer::SlotUse::kReduce, reduce_->nbytes());
+    slots_.staging = slots_.pool->add_class(buffer::SlotUse::kStaging, staging_bytes());
+    slots_.gradient = slots_.pool->add_class(buffer::SlotUse::kGradient, grads_->nbytes());
+  }
+  if (unfrozen) hook_gradients(ready);
+  return trains;
+}
+
+void ParamGroup::take_gradient(int param) {
+  const auto p = static_cast<std::size_t>(param);
+  at::Tensor& grad = spec_.params[p].mutable_grad();
+  if (!grad.defined()) return;
+  RAGGED_CHECK(
+      grad.layout() == at::kStrided,
+      "[backward] Expected a dense gradient, but got a sparse one (param '{}'). Turn sparse gradients off.",
+      plan().params[p].name);
+  BelowAutograd guard;
+  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  const at::Tensor slot = reduce_->tensor(param);
+  if (filled_[p]) {
+    slot.add_(grad);
+    counters.added += static_cast<Index>(slot.nbytes());
+  } else {
+    slot.copy_(grad);
+    counters.cast_grad += static_cast<Index>(slot.nbytes());
+  }
+  filled_[p] = true;
+  grad.reset();
+}
+
+at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
+  // The slot goes back to the pool with the last view of the tensor.
+  auto slot = std::make_shared<buffer::Slot>(slots_.pool->take(slots_.gradient, shard.nbytes()));
+  void* data = slot->data();
+  return at::from_blob(
+      data, {shard.numel()}, [slot](void*) mutable { slot.reset(); },
+      at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device));
+}
+
+// Where the scatter writes. One replica: into the gradients themselves, added where a micro-batch came before.
+// Several: into a shard that is still to be summed over the replicas.
+DBuffer& ParamGroup::reduction_target(DBuffer::ReduceOptions& options) {
+  const int replicas = spec_.groups.replicate.size();
+  const bool postponed = !requires_all_reduce || partial_->is_resident();
+  DBuffer* target = grads_.get();
+  if (replicas > 1) {
+    if (postponed) {
+      target = partial_.get();
+    } else if (grads_->is_resident()) {
+      target = scratch_.get();
+    }
+  } else {
+    options.scale = 1.0 / spec_.groups.shard.size();
+  }
+  options.accumulate = target->is_resident();
+  if (!target->is_resident()) target->adopt(gradient_memory(*target));
+  return *target;
+}
+
+void ParamGroup::issue_reduction() {
+  result_is_ready_ = false;
+  RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
+  comm::ProfilerRange range("ragged::reduce", spec_.name);
+  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  reduce_->zero_unfilled(filled_, counters);
+  for (std::size_t i = 0; i < filled_.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled_[i]);
+  DBuffer::ReduceOptions options;
+  Reduction reduction;
+  reduction.target = &reduction_target(options);
+  const Index staging_numel = reduce_->staging_numel(spec_.groups.shard, *reduction.target, options);
+  at::Tensor staging;
+  if (staging_numel > 0) {
+    const Index bytes = staging_numel * static_cast<Index>(c10::elementSize(spec_.reduce_dtype));
+    reduction.staging = slots_.pool->take(slots_.staging, bytes);
+    staging = at::from_blob(
+        reduction.staging.data(), {staging_numel},
+        at::TensorOptions().dtype(spec_.reduce_dtype).device(spec_.groups.device));
+  }
+  reduction.work = reduce_->reduce_scatter(spec_.groups.shard, *reduction.target, staging, options);
+  reduction_ = std::move(reduction);
+}
+
+void ParamGroup::finish_scatter() {
+  if (!reduction_ || reduction_->scattered) return;
+  reduction_->work.wait();
+  reduction_->scattered = true;
+  reduction_->staging = {};
+  reduce_->detach();
+  std::fill(filled_.begin(), filled_.end(), 0);
+  if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
+  reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
+  reduction_->all_reducing = true;
+}
+
+void ParamGroup::finish_reduction() {
+  if (!reduction_) return;
+  finish_scatter();
+  reduction_->work.wait();
+  const Reduction done = std::move(*reduction_);
+  reduction_.reset();
+  result_is_ready_ = spec_.groups.replicate.size() == 1 || done.all_reducing;
+  if (!done.all_reducing) return;
+  done.target->scale(1.0 / (spec_.groups.shard.size() * spec_.groups.replicate.size()));
+  if (done.target != grads_.get()) merge(*done.target);
+}
+
+void ParamGroup::merge(DBuffer& target) {
+  if (grads_->is_resident()) {
+    grads_->add(target, counters);
+  } else {
+    grads_->adopt(target.flat());
+  }
+  target.adopt({});
+}
+
+void ParamGroup::publish(const char* used_by_any) {
+  for (std::size_t i = 0; i < used_.size(); ++i) {
+    if (used_by_any[i]) has_grad_[i] = true;
+  }
+  std::fill(used_.begin(), used_.end(), 0);
+}
+
+void ParamGroup::zero_grad() {
+  std::fill(has_grad_.begin(), has_grad_.end(), 0);
+  grads_->adopt({});
+}
+
+void ParamGroup::abandon() {
+  gather_.abandon();
+  if (reduction_) {
+    reduction_->work.abandon();
+    // Sums that never came: of this step alone, unless earlier micro-batches were published.
+    const bool published = std::find(has_grad_.begin(), has_grad_.end(), 1) != has_grad_.end();
+    if (reduction_->target != grads_.get() || !published) reduction_->target->adopt({});
+    reduction_.reset();
+  }
+  reduce_->detach();
+  if (state_ != ShardState::kSharded) image_->detach();
+  state_ = ShardState::kSharded;
+  std::fill(filled_.begin(), filled_.end(), 0);
+  std::fill(used_.begin(), used_.end(), 0);
+  for (at::Tensor& param : spec_.params) param.mutable_grad().reset();
+}
+
+buffer::ShardedTensor ParamGroup::describe(int param, int unit) const {
+  const plan::ParamSpec& spec = plan().params[static_cast<std::size_t>(param)];
+  buffer::ShardedTensor tensor;
+  tensor.name = spec.name;
+  tensor.shape = spec.shape;
+  tensor.dtype = spec_.master_dtype;
+  tensor.mesh = spec_.groups.mesh;
+  for (const layout::MeshDim& dim : spec_.groups.mesh.dims()) {
+    if (dim.role == layout::DimRole::kShard) {
+      tensor.placements.emplace_back(plan().placement(param));
+    } else {
+      tensor.placements.emplace_back(layout::Replicate{});
+    }
+  }
+  tensor.owned = plan().owned(param, spec_.groups.shard.rank());
+  tensor.unit = unit;
+  tensor.index = param;
+  tensor.requires_grad = spec_.params[static_cast<std::size_t>(param)].requires_grad();
+  return tensor;
+}
+
+buffer::ShardedTensor ParamGroup::sharded_parameter(int param, int unit) const {
+  buffer::ShardedTensor tensor = describe(param, unit);
+  tensor.local = masters_->tensor(param);
+  return tensor;
+}
+
+buffer::ShardedTensor ParamGroup::sharded_gradient(int param, int unit) const {
+  buffer::ShardedTensor tensor = describe(param, unit);
+  tensor.local = grads_->tensor(param);
+  return tensor;
+}
+
+void ParamGroup::bump_master_version() { masters_->flat().unsafeGetTensorImpl()->bump_version(); }
+
+}  // namespace ragged::fsdp

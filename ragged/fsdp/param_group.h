@@ -1,0 +1,151 @@
+// One unit's parameters at run time: the masters' shard, the image that comes and goes, the reduce buffer that
+// gradients are cast into, and the gradient shard. It knows how to move between states; the Runtime decides when.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ragged/buffer/dbuffer.h"
+#include "ragged/buffer/sharded_tensor.h"
+#include "ragged/comm/compat.h"
+#include "ragged/fsdp/options.h"
+
+namespace ragged::fsdp {
+
+/// kUnsharding: the gather is issued and not yet waited for.
+enum class ShardState { kSharded, kUnsharding, kUnsharded };
+
+struct ParamGroupSpec {
+  std::string name;
+  std::shared_ptr<const plan::BucketPlan> plan;
+  comm::MeshGroups groups;
+  at::ScalarType master_dtype = at::kFloat;
+  at::ScalarType param_dtype = at::kFloat;
+  at::ScalarType reduce_dtype = at::kFloat;
+  std::vector<at::Tensor> params;  // the module's own, in plan order
+};
+
+/// The pool's size classes of a group, set once the whole tree is known (see [Note: slots]).
+struct GroupSlots {
+  std::shared_ptr<buffer::BufferPool> pool;
+  int image = -1;
+  int reduce = -1;
+  int staging = -1;
+  int gradient = -1;
+};
+
+/// Transitions are idempotent. Not thread-safe.
+class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
+ public:
+  /// Takes this rank's part of the parameters' values into the masters and makes the module's parameters views of the
+  /// (dropped) image. Parameters without bytes leave their masters to be initialised.
+  explicit ParamGroup(ParamGroupSpec spec);
+
+  const std::string& name() const { return spec_.name; }
+  const plan::BucketPlan& plan() const { return *spec_.plan; }
+  const ParamGroupSpec& spec() const { return spec_; }
+  /// Fully qualified names, known once the root is: in errors, in profiles, in sharded tensors.
+  void rename(std::string unit, const std::vector<std::string>& params);
+  void set_owner(void* unit) { image_->set_owner(unit); }
+  void set_slots(GroupSlots slots) { slots_ = std::move(slots); }
+  Index image_bytes() const { return image_->nbytes(); }
+  Index reduce_bytes() const { return reduce_->nbytes(); }
+  /// Most staging that a reduction of this group can need.
+  Index staging_bytes() const;
+  Index gradient_bytes() const { return grads_->nbytes(); }
+
+  // --- image ---
+  ShardState state() const { return state_; }
+  /// Issues the gather unless the image is there and fresh. Collective.
+  void unshard();
+  void wait_for_unshard();
+  void reshard();
+
+  // --- gradients ---
+  /// Called with the index of a parameter whose gradient is complete; answers with take_gradient().
+  using GradientReady = std::function<void(int)>;
+  void hook_gradients(const GradientReady& ready);
+  /// `.grad` of the module's parameter is cast into its slot, or added to what is there, and dropped.
+  void take_gradient(int param);
+  /// Looks at requires_grad anew: where something was unfrozen, frozen segments get reduce buffers too. Returns whether
+  /// anything trains.
+  bool refresh_trainable(const GradientReady& ready);
+
+  /// Issues the reduction of what the slots hold, zero where they hold nothing, and gives back what the one before
+  /// needed. Collective over the shard group.
+  void issue_reduction();
+  /// Waits for the scatter; issues the all-reduce over replicas where one is due.
+  void finish_scatter();
+  /// Waits for all of it.
+  void finish_reduction();
+  /// The last reduction is in the gradient shard; false where the sum over replicas is postponed.
+  bool result_is_ready() const { return result_is_ready_; }
+  /// By parameter: this rank had a gradient in the reductions since the last publish(). As bytes, for an all-reduce.
+  const std::vector<char>& used() const { return used_; }
+  /// By parameter: some rank did. Those have a gradient from now on.
+  void publish(const char* used_by_any);
+
+  bool has_grad(int param) const { return has_grad_[static_cast<std::size_t>(param)]; }
+  void zero_grad();
+  /// Drops everything half done, waiting for what is in flight; keeps masters and published gradients.
+  void abandon();
+
+  // --- for optimizers and checkpoints ---
+  buffer::DBuffer& masters() { return *masters_; }
+  buffer::DBuffer& grads() { return *grads_; }
+  buffer::ShardedTensor sharded_parameter(int param, int unit) const;
+  buffer::ShardedTensor sharded_gradient(int param, int unit) const;
+  /// After writing to masters through raw pointers.
+  void bump_master_version();
+  void mark_initialised() { needs_values_.clear(); }
+  /// Name of a parameter whose masters were never written; empty when there is none.
+  const std::string& needs_values() const { return needs_values_; }
+  /// Of all values as they were before sharding; equal on all ranks that were initialised alike.
+  std::uint64_t checksum() const { return checksum_; }
+
+  bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+  bool reshard_after_forward = true;
+  buffer::ByteCounters counters;
+
+ private:
+  struct Reduction {
+    comm::Work work;
+    buffer::Slot staging;
+    buffer::DBuffer* target = nullptr;
+    bool all_reducing = false;
+    bool scattered = false;
+  };
+
+  buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
+  void make_reduce_buffers(int num_segments);
+  buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
+  at::Tensor gradient_memory(const buffer::DBuffer& shard);
+  void merge(buffer::DBuffer& target);
+  buffer::ShardedTensor describe(int param, int unit) const;
+
+  ParamGroupSpec spec_;
+  GroupSlots slots_;
+  ShardState state_ = ShardState::kSharded;
+  int reduced_segments_ = 0;
+  std::unique_ptr<buffer::DBuffer> masters_;
+  std::unique_ptr<buffer::DBuffer> image_;
+  std::unique_ptr<buffer::DBuffer> reduce_;
+  std::unique_ptr<buffer::DBuffer> grads_;
+  std::unique_ptr<buffer::DBuffer> partial_;  // HSDP: summed over the shard group only
+  std::unique_ptr<buffer::DBuffer> scratch_;  // a sum that is to be added to gradients that are there
+  comm::Work gather_;
+  std::int64_t gathered_version_ = 0;
+  std::optional<Reduction> reduction_;
+  bool result_is_ready_ = false;
+  std::vector<char> filled_;    // slot holds a gradient of this rank
+  std::vector<char> used_;
+  std::vector<char> has_grad_;  // .grad is not None
+  std::vector<comm::compat::NodePtr> accumulators_;
+  std::string needs_values_;
+  std::uint64_t checksum_ = 0;
+};
+
+}  // namespace ragged::fsdp
