@@ -33,6 +33,12 @@ if(RAGGED_PCH)
 endif()
 
 function(_ragged_use_torch target)
+  # One precompiled header serves libraries and programs, so all are compiled alike: -fPIC, never -fPIE.
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "EXECUTABLE")
+    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+    target_compile_options(${target} PRIVATE -fPIC)
+  endif()
   target_link_libraries(${target} PUBLIC torch_wheel::cpu)
   set_target_properties(${target} PROPERTIES BUILD_RPATH "${TORCH_WHEEL}/lib;${CMAKE_BINARY_DIR}/bin")
   if(RAGGED_PCH)

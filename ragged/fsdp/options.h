@@ -15,9 +15,9 @@ namespace ragged::fsdp {
 
 /// dtypes of one unit. Masters, gradients and optimizer states stay in the parameters' own dtype.
 struct MixedPrecision {
-  std::optional<at::ScalarType> param_dtype;   // of the gathered image; none: the parameters' own
-  std::optional<at::ScalarType> reduce_dtype;  // of gradients on the wire; none: as param_dtype
-  std::optional<at::ScalarType> output_dtype;  // floating outputs are cast to it
+  std::optional<at::ScalarType> param_dtype{};   // of the gathered image; none: the parameters' own
+  std::optional<at::ScalarType> reduce_dtype{};  // of gradients on the wire; none: as param_dtype
+  std::optional<at::ScalarType> output_dtype{};  // floating outputs are cast to it
   bool cast_forward_inputs = true;             // floating inputs are cast to param_dtype
 };
 
@@ -33,18 +33,18 @@ struct ParamInfo {
 using ShardPolicy = std::function<std::optional<plan::Block>(const ParamInfo&)>;
 
 struct FullyShardOptions {
-  comm::MeshGroups groups;
-  MixedPrecision mixed_precision;
-  ShardPolicy shard_policy;
+  comm::MeshGroups groups{};
+  MixedPrecision mixed_precision{};
+  ShardPolicy shard_policy{};
   /// true: drop the image after forward and gather again in backward (ZeRO-3). false: keep it until backward
   /// (ZeRO-2). none: true, but false for the root.
-  std::optional<bool> reshard_after_forward;
+  std::optional<bool> reshard_after_forward{};
   /// Keep no activations of this unit: run its forward again in backward. No unit may lie inside it.
   bool activation_checkpointing = false;
   /// Broadcast rank 0's initial values, where ranks may have initialised differently.
   bool sync_from_rank0 = false;
   /// Parameters to leave alone: neither sharded nor reduced.
-  std::vector<at::Tensor> ignored_params;
+  std::vector<at::Tensor> ignored_params{};
 };
 
 /// What holds for a whole tree of units; taken from the root's call.

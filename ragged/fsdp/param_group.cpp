@@ -48,7 +48,7 @@ ParamGroup::ParamGroup(ParamGroupSpec spec) : spec_(std::move(spec)) {
   make_reduce_buffers(plan().num_trainable_segments());
 
   const at::NoGradGuard no_grad;
-  masters_->adopt(at::empty(
+  masters_->adopt(at::zeros(  // padding stays zero: it travels, and norms run over it
       {masters_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device)));
   for (std::size_t i = 0; i < num_params; ++i) {
     at::Tensor& param = spec_.params[i];

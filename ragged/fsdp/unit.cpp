@@ -21,6 +21,8 @@ bool Unit::checkpoints_activations() const { return impl_->options.activation_ch
 
 const std::string& Unit::name() const { return impl_->name; }
 
+const comm::MeshGroups& Unit::groups() const { return impl_->options.groups; }
+
 const plan::BucketPlan* Unit::plan() const { return impl_->group ? &impl_->group->plan() : nullptr; }
 
 std::vector<at::Tensor> Unit::own_parameters() const {

@@ -111,6 +111,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   StepForecast forecast(int micro_batches = 1, bool sync_each_micro_batch = false) const;
   /// The plan of this unit's bucket; null when it has no parameters of its own.
   const plan::BucketPlan* plan() const;
+  const comm::MeshGroups& groups() const;
   std::vector<std::shared_ptr<Unit>> units() const;  // of the tree, the root first, module order
 
  private:

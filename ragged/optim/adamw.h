@@ -18,7 +18,7 @@ struct AdamWOptions {
   double eps = 1e-8;
   double weight_decay = 0.01;
   /// Which parameters decay; none: those of two and more dims. Sees the global shape, so all ranks decide alike.
-  std::function<bool(const buffer::ShardedTensor&)> decays;
+  std::function<bool(const buffer::ShardedTensor&)> decays{};
   /// Moments in bf16 halve their memory; none: the parameters' dtype.
   at::ScalarType moment_dtype = at::kFloat;
 };
