@@ -44,15 +44,12 @@ struct Assign {
   bool operator()(bool* slot) const { return assign(node.value_exact<bool>(), *slot); }
   bool operator()(Index* slot) const { return assign(node.value_exact<int64_t>(), *slot); }
   bool operator()(double* slot) const { return assign(number(node), *slot); }
-  bool operator()(std::string* slot) const {
-    return assign(node.value_exact<std::string>(), *slot);
-  }
+  bool operator()(std::string* slot) const { return assign(node.value_exact<std::string>(), *slot); }
   bool operator()(std::vector<double>* slot) const {
     return assign_list(*slot, [](const toml::node& item) { return number(item); });
   }
   bool operator()(std::vector<std::string>* slot) const {
-    return assign_list(
-        *slot, [](const toml::node& item) { return item.value_exact<std::string>(); });
+    return assign_list(*slot, [](const toml::node& item) { return item.value_exact<std::string>(); });
   }
 
   template <class Value, class Slot>
@@ -76,27 +73,24 @@ struct Assign {
   }
 };
 
-void set_key(
-    Config& config, std::string_view name, const toml::node& node, std::string_view where) {
+void set_key(Config& config, std::string_view name, const toml::node& node, std::string_view where) {
   const ConfigKey* key = find_config_key(name);
   RAGGED_CHECK(
-      key, "[config] Expected a known key, but got '{}' ({}).{} `ragged train --help` lists them.",
-      name, where, suggest_config_key(name));
+      key, "[config] Expected a known key, but got '{}' ({}).{} `ragged train --help` lists them.", name, where,
+      suggest_config_key(name));
   RAGGED_CHECK(
-      std::visit(Assign{node}, key->slot(config)),
-      "[config] Expected {}, but got {} (key '{}', {}).", expected_value(*key), to_text(node), name,
-      where);
+      std::visit(Assign{node}, key->slot(config)), "[config] Expected {}, but got {} (key '{}', {}).",
+      expected_value(*key), to_text(node), name, where);
 }
 
 void apply_table(Config& config, const toml::table& root, std::string_view source) {
   for (const auto& [section, node] : root) {
     const toml::table* table = node.as_table();
-    const bool known = std::ranges::any_of(config_keys(), [&](const ConfigKey& key) {
-      return key.name.starts_with(fmt::format("{}.", section.str()));
-    });
+    const bool known = std::ranges::any_of(
+        config_keys(), [&](const ConfigKey& key) { return key.name.starts_with(fmt::format("{}.", section.str())); });
     RAGGED_CHECK(
-        table && known, "[config] Expected a known section, but got '{}' ({}).{}", section.str(),
-        place(source, node), suggest_config_key(section.str()));
+        table && known, "[config] Expected a known section, but got '{}' ({}).{}", section.str(), place(source, node),
+        suggest_config_key(section.str()));
     for (const auto& [key, value] : *table) {
       set_key(config, fmt::format("{}.{}", section.str(), key.str()), value, place(source, value));
     }
@@ -108,8 +102,8 @@ toml::table parse(std::string_view text, std::string_view source) {
     return toml::parse(text);
   } catch (const toml::parse_error& error) {
     throw InvalidArgument(fmt::format(
-        "[config] Expected TOML, but got an error at {} line {}: {}", source,
-        error.source().begin.line, error.description()));
+        "[config] Expected TOML, but got an error at {} line {}: {}", source, error.source().begin.line,
+        error.description()));
   }
 }
 
@@ -123,8 +117,8 @@ void apply_override(Config& config, const std::string& argument) {
   const std::string name = argument.substr(2, equals - 2);
   const std::string text = argument.substr(equals + 1);
   const ConfigKey* key = find_config_key(name);
-  const bool bare_text = key && std::holds_alternative<std::string*>(key->slot(config)) &&
-      !text.starts_with('"') && !text.starts_with('\'');
+  const bool bare_text = key && std::holds_alternative<std::string*>(key->slot(config)) && !text.starts_with('"') &&
+      !text.starts_with('\'');
   if (bare_text) {
     set_key(config, name, toml::value<std::string>(text), argument);
     return;
@@ -177,14 +171,12 @@ struct WriteValue {
 
 }  // namespace
 
-Config parse_config(
-    std::string_view toml, std::string_view source, std::span<const std::string> overrides) {
+Config parse_config(std::string_view toml, std::string_view source, std::span<const std::string> overrides) {
   Config config;
   apply_table(config, parse(toml, source), source);
   for (const std::string& argument : overrides) apply_override(config, argument);
   if (config.run.dir.empty()) {
-    config.run.dir =
-        (std::filesystem::path("runs") / std::filesystem::path(source).stem()).string();
+    config.run.dir = (std::filesystem::path("runs") / std::filesystem::path(source).stem()).string();
   }
   validate(config);
   return config;
@@ -213,8 +205,7 @@ std::string to_toml(const Config& config) {
       text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", section);
       current = section;
     }
-    text += fmt::format(
-        "{} = {}\n", key.name.substr(section.size() + 1), std::visit(WriteValue{}, key.slot(copy)));
+    text += fmt::format("{} = {}\n", key.name.substr(section.size() + 1), std::visit(WriteValue{}, key.slot(copy)));
   }
   return text;
 }
@@ -223,8 +214,7 @@ std::string describe_config_keys() {
   Config defaults;
   std::string text;
   for (const ConfigKey& key : config_keys()) {
-    text += fmt::format(
-        "  {:<32} {} [{}]\n", key.name, key.help, std::visit(WriteValue{}, key.slot(defaults)));
+    text += fmt::format("  {:<32} {} [{}]\n", key.name, key.help, std::visit(WriteValue{}, key.slot(defaults)));
   }
   return text;
 }

@@ -106,8 +106,7 @@ struct Config {
 Config load_config(const std::filesystem::path& path, std::span<const std::string> overrides = {});
 
 /// The same over text; `source` stands for the file in messages and run.dir.
-Config parse_config(
-    std::string_view toml, std::string_view source, std::span<const std::string> overrides = {});
+Config parse_config(std::string_view toml, std::string_view source, std::span<const std::string> overrides = {});
 
 /// Every key with its value, grouped by section: what load_config reads back to an equal config.
 std::string to_toml(const Config& config);

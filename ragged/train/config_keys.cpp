@@ -23,10 +23,7 @@ std::vector<ConfigKey> make_keys() {
       {.name = "model.dim", .slot = SLOT(model.dim), .help = "width of the model", .min = 1},
       {.name = "model.layers", .slot = SLOT(model.layers), .help = "decoder layers", .min = 1},
       {.name = "model.heads", .slot = SLOT(model.heads), .help = "query heads", .min = 1},
-      {.name = "model.kv_heads",
-       .slot = SLOT(model.kv_heads),
-       .help = "key and value heads; divides heads",
-       .min = 1},
+      {.name = "model.kv_heads", .slot = SLOT(model.kv_heads), .help = "key and value heads; divides heads", .min = 1},
       {.name = "model.feed_forward",
        .slot = SLOT(model.feed_forward),
        .help = "hidden width of the SwiGLU layer",
@@ -35,14 +32,8 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(model.vocabulary),
        .help = "tokens; the first 256 are the bytes",
        .min = 256},
-      {.name = "model.rope_theta",
-       .slot = SLOT(model.rope_theta),
-       .help = "base of the rotary frequencies",
-       .min = 1},
-      {.name = "model.norm_eps",
-       .slot = SLOT(model.norm_eps),
-       .help = "added to the mean square in RMSNorm",
-       .min = 0},
+      {.name = "model.rope_theta", .slot = SLOT(model.rope_theta), .help = "base of the rotary frequencies", .min = 1},
+      {.name = "model.norm_eps", .slot = SLOT(model.norm_eps), .help = "added to the mean square in RMSNorm", .min = 0},
       {.name = "model.init_std",
        .slot = SLOT(model.init_std),
        .help = "standard deviation of initial weights",
@@ -51,9 +42,7 @@ std::vector<ConfigKey> make_keys() {
       {.name = "data.path",
        .slot = SLOT(data.path),
        .help = "a file, a folder, or python-stdlib: the source of Python's standard library"},
-      {.name = "data.extensions",
-       .slot = SLOT(data.extensions),
-       .help = "files of a folder that are read; empty: all"},
+      {.name = "data.extensions", .slot = SLOT(data.extensions), .help = "files of a folder that are read; empty: all"},
       {.name = "data.max_bytes",
        .slot = SLOT(data.max_bytes),
        .help = "text beyond this many bytes is left out",
@@ -64,18 +53,9 @@ std::vector<ConfigKey> make_keys() {
        .min = 2},
 
       {.name = "train.steps", .slot = SLOT(train.steps), .help = "optimizer steps", .min = 1},
-      {.name = "train.batch",
-       .slot = SLOT(train.batch),
-       .help = "sequences per rank and micro-batch",
-       .min = 1},
-      {.name = "train.sequence",
-       .slot = SLOT(train.sequence),
-       .help = "tokens per sequence",
-       .min = 1},
-      {.name = "train.accumulate",
-       .slot = SLOT(train.accumulate),
-       .help = "micro-batches per step",
-       .min = 1},
+      {.name = "train.batch", .slot = SLOT(train.batch), .help = "sequences per rank and micro-batch", .min = 1},
+      {.name = "train.sequence", .slot = SLOT(train.sequence), .help = "tokens per sequence", .min = 1},
+      {.name = "train.accumulate", .slot = SLOT(train.accumulate), .help = "micro-batches per step", .min = 1},
       {.name = "train.sync_each_micro_batch",
        .slot = SLOT(train.sync_each_micro_batch),
        .help = "reduce gradients in every micro-batch, not only in the last: less memory, more "
@@ -84,11 +64,7 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(train.warmup),
        .help = "steps until the learning rate is reached",
        .min = 0},
-      {.name = "train.lr",
-       .slot = SLOT(train.lr),
-       .help = "largest learning rate",
-       .min = 0,
-       .min_excluded = true},
+      {.name = "train.lr", .slot = SLOT(train.lr), .help = "largest learning rate", .min = 0, .min_excluded = true},
       {.name = "train.min_lr_ratio",
        .slot = SLOT(train.min_lr_ratio),
        .help = "learning rate of the last step over the largest",
@@ -99,10 +75,7 @@ std::vector<ConfigKey> make_keys() {
        .help = "largest norm of the gradients; above it they are scaled down",
        .min = 0,
        .min_excluded = true},
-      {.name = "train.seed",
-       .slot = SLOT(train.seed),
-       .help = "of initial values, data order and samples",
-       .min = 0},
+      {.name = "train.seed", .slot = SLOT(train.seed), .help = "of initial values, data order and samples", .min = 0},
       {.name = "train.param_dtype",
        .slot = SLOT(train.param_dtype),
        .help = "of gathered parameters and compute; auto: bf16 where the hardware has it",
@@ -114,15 +87,9 @@ std::vector<ConfigKey> make_keys() {
       {.name = "train.activation_checkpointing",
        .slot = SLOT(train.activation_checkpointing),
        .help = "keep no activations of layers, compute them again in backward"},
-      {.name = "train.log_every",
-       .slot = SLOT(train.log_every),
-       .help = "steps between console lines",
-       .min = 1},
+      {.name = "train.log_every", .slot = SLOT(train.log_every), .help = "steps between console lines", .min = 1},
 
-      {.name = "optimizer.kind",
-       .slot = SLOT(optimizer.kind),
-       .help = "the optimizer",
-       .choices = {"adamw"}},
+      {.name = "optimizer.kind", .slot = SLOT(optimizer.kind), .help = "the optimizer", .choices = {"adamw"}},
       {.name = "optimizer.betas",
        .slot = SLOT(optimizer.betas),
        .help = "decay of the two moments",
@@ -148,10 +115,7 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(parallel.shard),
        .help = "ranks that share one copy of the model; 0: all that replicate leaves",
        .min = 0},
-      {.name = "parallel.replicate",
-       .slot = SLOT(parallel.replicate),
-       .help = "copies of the model",
-       .min = 1},
+      {.name = "parallel.replicate", .slot = SLOT(parallel.replicate), .help = "copies of the model", .min = 1},
       {.name = "parallel.reshard_after_forward",
        .slot = SLOT(parallel.reshard_after_forward),
        .help = "drop gathered layers after forward, gather them again in backward"},
@@ -243,8 +207,8 @@ void check_number(const ConfigKey& key, double value) {
   const bool above = key.min_excluded ? value > key.min : value >= key.min;
   const bool below = key.max_excluded ? value < key.max : value <= key.max;
   RAGGED_CHECK(
-      above && below && std::isfinite(value), "[config] Expected {}, but got {} (key '{}').",
-      expected_value(key), value, key.name);
+      above && below && std::isfinite(value), "[config] Expected {}, but got {} (key '{}').", expected_value(key),
+      value, key.name);
 }
 
 struct CheckRange {
@@ -254,8 +218,8 @@ struct CheckRange {
   void operator()(const Index* value) const {
     check_number(key, static_cast<double>(*value));
     RAGGED_CHECK(
-        static_cast<double>(*value) <= kMaxExact, "[config] Expected {}, but got {} (key '{}').",
-        expected_value(key), *value, key.name);
+        static_cast<double>(*value) <= kMaxExact, "[config] Expected {}, but got {} (key '{}').", expected_value(key),
+        *value, key.name);
   }
   void operator()(const double* value) const { check_number(key, *value); }
   void operator()(const std::string* value) const {
@@ -265,9 +229,8 @@ struct CheckRange {
   }
   void operator()(const std::vector<double>* values) const {
     RAGGED_CHECK(
-        key.length == 0 || values->size() == key.length,
-        "[config] Expected {}, but got {} of them (key '{}').", expected_value(key), values->size(),
-        key.name);
+        key.length == 0 || values->size() == key.length, "[config] Expected {}, but got {} of them (key '{}').",
+        expected_value(key), values->size(), key.name);
     for (double value : *values) check_number(key, value);
   }
   void operator()(const std::vector<std::string>*) const {}
@@ -312,8 +275,7 @@ std::string expected_value(const ConfigKey& key) {
       std::string text;
       if (key.min != -kNone) text += fmt::format(" {} {}", key.min_excluded ? ">" : ">=", key.min);
       if (key.max != kNone) {
-        text += fmt::format(
-            "{} {} {}", text.empty() ? "" : " and", key.max_excluded ? "<" : "<=", key.max);
+        text += fmt::format("{} {} {}", text.empty() ? "" : " and", key.max_excluded ? "<" : "<=", key.max);
       }
       return text;
     }
@@ -321,8 +283,7 @@ std::string expected_value(const ConfigKey& key) {
     std::string operator()(const Index*) const { return "an integer" + range(); }
     std::string operator()(const double*) const { return "a number" + range(); }
     std::string operator()(const std::string*) const {
-      return key.choices.empty() ? "a string"
-                                 : fmt::format("one of {}", fmt::join(key.choices, ", "));
+      return key.choices.empty() ? "a string" : fmt::format("one of {}", fmt::join(key.choices, ", "));
     }
     std::string operator()(const std::vector<double>*) const {
       return key.length == 0 ? "a list of numbers" + range()

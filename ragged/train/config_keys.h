@@ -14,8 +14,7 @@
 namespace ragged::train {
 
 /// Where a key's value lives in a Config; which alternative says its type.
-using ConfigSlot = std::variant<
-    bool*, Index*, double*, std::string*, std::vector<double>*, std::vector<std::string>*>;
+using ConfigSlot = std::variant<bool*, Index*, double*, std::string*, std::vector<double>*, std::vector<std::string>*>;
 
 struct ConfigKey {
   std::string_view name;  // "section.key"

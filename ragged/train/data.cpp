@@ -36,8 +36,8 @@ fs::path python_stdlib() {
   struct Close {
     void operator()(std::FILE* pipe) const { pclose(pipe); }
   };
-  const std::unique_ptr<std::FILE, Close> pipe(popen(
-      "python3 -c \"import sysconfig; print(sysconfig.get_path('stdlib'))\" 2>/dev/null", "r"));
+  const std::unique_ptr<std::FILE, Close> pipe(
+      popen("python3 -c \"import sysconfig; print(sysconfig.get_path('stdlib'))\" 2>/dev/null", "r"));
   std::string output;
   std::array<char, 512> chunk{};
   while (pipe && std::fgets(chunk.data(), static_cast<int>(chunk.size()), pipe.get())) {
@@ -53,8 +53,7 @@ fs::path python_stdlib() {
 }
 
 bool has_extension(const fs::path& path, const std::vector<std::string>& extensions) {
-  return extensions.empty() ||
-      std::ranges::find(extensions, path.extension().string()) != extensions.end();
+  return extensions.empty() || std::ranges::find(extensions, path.extension().string()) != extensions.end();
 }
 
 // Relative paths in bytewise order, which no locale changes.
@@ -72,9 +71,7 @@ std::vector<std::string> list_files(
       files.push_back(it->path().lexically_relative(folder).generic_string());
     }
   }
-  RAGGED_CHECK(
-      !error, "[data] Expected a readable folder, but '{}' gave: {}.", folder.string(),
-      error.message());
+  RAGGED_CHECK(!error, "[data] Expected a readable folder, but '{}' gave: {}.", folder.string(), error.message());
   std::ranges::sort(files);
   return files;
 }
@@ -144,8 +141,7 @@ TextData load_text(const DataConfig& config, Index sequence) {
     if (stdlib) skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"};
     const std::vector<std::string> files = list_files(path, config, skipped);
     RAGGED_CHECK(
-        !files.empty(),
-        "[data] Expected files that end with one of data.extensions ({}), but '{}' has none.",
+        !files.empty(), "[data] Expected files that end with one of data.extensions ({}), but '{}' has none.",
         fmt::join(config.extensions, ", "), path.string());
     Index left = config.max_bytes;
     for (const std::string& file : files) {
@@ -190,18 +186,15 @@ Index sample_offset(Index size, Index sequence, std::uint64_t seed, Index step, 
   return static_cast<Index>(random % choices);
 }
 
-Batch training_batch(
-    const at::Tensor& text, Index sequence, std::uint64_t seed, const BatchPosition& position) {
+Batch training_batch(const at::Tensor& text, Index sequence, std::uint64_t seed, const BatchPosition& position) {
   std::vector<Index> offsets;
   for (Index i = 0; i < position.count; ++i) {
-    offsets.push_back(
-        sample_offset(text.numel(), sequence, seed, position.step, position.first + i));
+    offsets.push_back(sample_offset(text.numel(), sequence, seed, position.step, position.first + i));
   }
   return cut(text, sequence, offsets);
 }
 
-Batch validation_batch(
-    const at::Tensor& text, Index sequence, Index total, Index first, Index count) {
+Batch validation_batch(const at::Tensor& text, Index sequence, Index total, Index first, Index count) {
   const Index last_offset = text.numel() - sequence - 1;
   std::vector<Index> offsets;
   for (Index i = first; i < first + count; ++i) {

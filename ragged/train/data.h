@@ -42,13 +42,11 @@ struct BatchPosition {
 };
 
 /// Sequences of the training text from offsets that depend on (seed, step, number) alone.
-Batch training_batch(
-    const at::Tensor& text, Index sequence, std::uint64_t seed, const BatchPosition& position);
+Batch training_batch(const at::Tensor& text, Index sequence, std::uint64_t seed, const BatchPosition& position);
 
 /// Sequences first .. first+count-1 of `total` that are spread evenly over the text; numbers from
 /// `total` on wrap.
-Batch validation_batch(
-    const at::Tensor& text, Index sequence, Index total, Index first, Index count);
+Batch validation_batch(const at::Tensor& text, Index sequence, Index total, Index first, Index count);
 
 /// Offset of a sequence in a text of `size` bytes.
 Index sample_offset(Index size, Index sequence, std::uint64_t seed, Index step, Index number);

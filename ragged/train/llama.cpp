@@ -5,99 +5,97 @@
 
 #include <ATen/ATen.h>
 
+#include "ragged/fsdp/deferred.h"
 #include "ragged/fsdp/unit.h"
 
 namespace ragged::train {
-namespace {
 
-at::Tensor uninitialised(at::IntArrayRef shape, c10::Device device) {
-  return at::empty(shape, at::TensorOptions().dtype(at::kFloat).device(device));
+MakeParameter parameters_on(c10::Device device) {
+  return [device](at::IntArrayRef sizes) {
+    return at::empty(sizes, at::TensorOptions().dtype(at::kFloat).device(device));
+  };
 }
 
-}  // namespace
+MakeParameter deferred_parameters(c10::Device device) {
+  return [device](at::IntArrayRef sizes) { return fsdp::deferred_parameter(sizes, at::kFloat, device); };
+}
 
-Linear::Linear(Index in, Index out, c10::Device device)
-    : weight(register_parameter("weight", uninitialised({out, in}, device))) {}
+Linear::Linear(Index in, Index out, const MakeParameter& make)
+    : weight(register_parameter("weight", make({out, in}))) {}
 
 at::Tensor Linear::forward(const at::Tensor& x) {
   return at::linear(x, weight);
 }
 
-Embedding::Embedding(Index count, Index dim, c10::Device device)
-    : weight(register_parameter("weight", uninitialised({count, dim}, device))) {}
+Embedding::Embedding(Index count, Index dim, const MakeParameter& make)
+    : weight(register_parameter("weight", make({count, dim}))) {}
 
 at::Tensor Embedding::forward(const at::Tensor& tokens) {
   return at::embedding(weight, tokens);
 }
 
-RmsNorm::RmsNorm(Index dim, double eps, c10::Device device)
-    : weight(register_parameter("weight", uninitialised({dim}, device))), eps_(eps) {}
+RmsNorm::RmsNorm(Index dim, double eps, const MakeParameter& make)
+    : weight(register_parameter("weight", make({dim}))), eps_(eps) {}
 
 at::Tensor RmsNorm::forward(const at::Tensor& x) {
   return at::rms_norm(x, {x.size(-1)}, weight, eps_);
 }
 
 const RotaryTable::Table& RotaryTable::table(Index sequence, c10::Device device) {
-  const auto [it, is_new] = tables_.try_emplace({device.str(), sequence});
-  if (is_new) {
+  Table& table = tables_[device.str()];
+  if (!table.cosines.defined() || table.cosines.size(0) < sequence) {
     const at::NoGradGuard no_grad;
     // In fp64 and on the CPU, so that every device gets the same bits.
     const at::Tensor exponents = at::arange(0, head_dim_, 2, at::kDouble) / head_dim_;
     const at::Tensor frequencies = at::pow(theta_, exponents).reciprocal();
-    const at::Tensor angles =
-        at::outer(at::arange(sequence, at::kDouble), frequencies).unsqueeze(1);
-    it->second.cosines = angles.cos().to(at::kFloat).to(device);
-    it->second.sines = angles.sin().to(at::kFloat).to(device);
+    const at::Tensor angles = at::outer(at::arange(sequence, at::kDouble), frequencies).unsqueeze(1);
+    table.cosines = angles.cos().to(at::kFloat).to(device);
+    table.sines = angles.sin().to(at::kFloat).to(device);
   }
-  return it->second;
+  return table;
 }
 
 at::Tensor RotaryTable::rotate(const at::Tensor& x) {
-  const Table& angles = table(x.size(1), x.device());
+  const Index sequence = x.size(1);
+  const Table& longest = table(sequence, x.device());
+  const at::Tensor cosines = longest.cosines.narrow(0, 0, sequence);
+  const at::Tensor sines = longest.sines.narrow(0, 0, sequence);
   const Index half = head_dim_ / 2;
   const at::Tensor first = x.narrow(-1, 0, half);
   const at::Tensor second = x.narrow(-1, half, half);
-  return at::cat(
-             {first * angles.cosines - second * angles.sines,
-              second * angles.cosines + first * angles.sines},
-             -1)
-      .to(x.scalar_type());
+  return at::cat({first * cosines - second * sines, second * cosines + first * sines}, -1).to(x.scalar_type());
 }
 
-Attention::Attention(
-    const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device)
+Attention::Attention(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, const MakeParameter& make)
     : heads_(config.heads),
       kv_heads_(config.kv_heads),
       head_dim_(config.dim / config.heads),
       rotary_(std::move(rotary)) {
   const Index kv_dim = kv_heads_ * head_dim_;
-  q_proj = register_module("q_proj", std::make_shared<Linear>(config.dim, config.dim, device));
-  k_proj = register_module("k_proj", std::make_shared<Linear>(config.dim, kv_dim, device));
-  v_proj = register_module("v_proj", std::make_shared<Linear>(config.dim, kv_dim, device));
-  o_proj = register_module("o_proj", std::make_shared<Linear>(config.dim, config.dim, device));
+  q_proj = register_module("q_proj", std::make_shared<Linear>(config.dim, config.dim, make));
+  k_proj = register_module("k_proj", std::make_shared<Linear>(config.dim, kv_dim, make));
+  v_proj = register_module("v_proj", std::make_shared<Linear>(config.dim, kv_dim, make));
+  o_proj = register_module("o_proj", std::make_shared<Linear>(config.dim, config.dim, make));
 }
 
 at::Tensor Attention::forward(const at::Tensor& x) {
   const Index batch = x.size(0);
   const Index sequence = x.size(1);
-  const auto by_head = [&](const at::Tensor& t, Index heads) {
-    return t.view({batch, sequence, heads, head_dim_});
-  };
+  const auto by_head = [&](const at::Tensor& t, Index heads) { return t.view({batch, sequence, heads, head_dim_}); };
   const at::Tensor q = rotary_->rotate(by_head(fsdp::call(*q_proj, x), heads_));
   const at::Tensor k = rotary_->rotate(by_head(fsdp::call(*k_proj, x), kv_heads_));
   const at::Tensor v = by_head(fsdp::call(*v_proj, x), kv_heads_);
   const at::Tensor attended = at::scaled_dot_product_attention(
       q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), /*attn_mask=*/{}, /*dropout_p=*/0.0,
       /*is_causal=*/true, /*scale=*/{}, /*enable_gqa=*/kv_heads_ != heads_);
-  return fsdp::call(
-      *o_proj, attended.transpose(1, 2).reshape({batch, sequence, heads_ * head_dim_}));
+  return fsdp::call(*o_proj, attended.transpose(1, 2).reshape({batch, sequence, heads_ * head_dim_}));
 }
 
-SwiGlu::SwiGlu(const ModelConfig& config, c10::Device device) {
+SwiGlu::SwiGlu(const ModelConfig& config, const MakeParameter& make) {
   const Index hidden = config.feed_forward;
-  gate_proj = register_module("gate_proj", std::make_shared<Linear>(config.dim, hidden, device));
-  up_proj = register_module("up_proj", std::make_shared<Linear>(config.dim, hidden, device));
-  down_proj = register_module("down_proj", std::make_shared<Linear>(hidden, config.dim, device));
+  gate_proj = register_module("gate_proj", std::make_shared<Linear>(config.dim, hidden, make));
+  up_proj = register_module("up_proj", std::make_shared<Linear>(config.dim, hidden, make));
+  down_proj = register_module("down_proj", std::make_shared<Linear>(hidden, config.dim, make));
 }
 
 at::Tensor SwiGlu::forward(const at::Tensor& x) {
@@ -105,16 +103,12 @@ at::Tensor SwiGlu::forward(const at::Tensor& x) {
   return fsdp::call(*down_proj, gate * fsdp::call(*up_proj, x));
 }
 
-DecoderLayer::DecoderLayer(
-    const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device) {
-  const auto make_norm = [&] {
-    return std::make_shared<RmsNorm>(config.dim, config.norm_eps, device);
-  };
+DecoderLayer::DecoderLayer(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, const MakeParameter& make) {
+  const auto make_norm = [&] { return std::make_shared<RmsNorm>(config.dim, config.norm_eps, make); };
   input_layernorm = register_module("input_layernorm", make_norm());
-  self_attn =
-      register_module("self_attn", std::make_shared<Attention>(config, std::move(rotary), device));
+  self_attn = register_module("self_attn", std::make_shared<Attention>(config, std::move(rotary), make));
   post_attention_layernorm = register_module("post_attention_layernorm", make_norm());
-  mlp = register_module("mlp", std::make_shared<SwiGlu>(config, device));
+  mlp = register_module("mlp", std::make_shared<SwiGlu>(config, make));
 }
 
 at::Tensor DecoderLayer::forward(const at::Tensor& x) {
@@ -122,18 +116,15 @@ at::Tensor DecoderLayer::forward(const at::Tensor& x) {
   return h + fsdp::call(*mlp, fsdp::call(*post_attention_layernorm, h));
 }
 
-Llama::Llama(const ModelConfig& config, c10::Device device) {
+Llama::Llama(const ModelConfig& config, const MakeParameter& make) {
   const auto rotary = std::make_shared<RotaryTable>(config.dim / config.heads, config.rope_theta);
-  embed_tokens = register_module(
-      "embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, device));
+  embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
   for (Index i = 0; i < config.layers; ++i) {
-    layers.push_back(list->register_module(
-        std::to_string(i), std::make_shared<DecoderLayer>(config, rotary, device)));
+    layers.push_back(list->register_module(std::to_string(i), std::make_shared<DecoderLayer>(config, rotary, make)));
   }
-  norm = register_module("norm", std::make_shared<RmsNorm>(config.dim, config.norm_eps, device));
-  lm_head =
-      register_module("lm_head", std::make_shared<Linear>(config.dim, config.vocabulary, device));
+  norm = register_module("norm", std::make_shared<RmsNorm>(config.dim, config.norm_eps, make));
+  lm_head = register_module("lm_head", std::make_shared<Linear>(config.dim, config.vocabulary, make));
 }
 
 at::Tensor Llama::forward_logits(const at::Tensor& tokens) {
@@ -150,13 +141,11 @@ at::Tensor Llama::forward(const at::Tensor& tokens, const at::Tensor& targets) {
 
 fsdp::InitFn init_rule(const ModelConfig& config) {
   const double residual_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
-  return
-      [std = config.init_std, residual_std](const std::string& name, std::span<const Index> shape) {
-        if (shape.size() == 1) return fsdp::constant(1.0);
-        const bool writes_residual =
-            name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
-        return fsdp::normal(0.0, writes_residual ? residual_std : std);
-      };
+  return [std = config.init_std, residual_std](const std::string& name, std::span<const Index> shape) {
+    if (shape.size() == 1) return fsdp::constant(1.0);
+    const bool writes_residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+    return fsdp::normal(0.0, writes_residual ? residual_std : std);
+  };
 }
 
 Index parameter_count(const torch::nn::Module& module) {

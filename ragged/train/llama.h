@@ -4,6 +4,7 @@
 // fully_shard, not here.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -17,13 +18,20 @@
 
 namespace ragged::train {
 
+/// Makes an uninitialised fp32 parameter of these sizes.
+using MakeParameter = std::function<at::Tensor(at::IntArrayRef sizes)>;
+/// With memory, or with sizes alone on the meta device.
+MakeParameter parameters_on(c10::Device device);
+/// Without memory until the model is sharded and initialised; see fsdp::deferred_parameter.
+MakeParameter deferred_parameters(c10::Device device);
+
 /// Any part of the model may become a unit.
 class ShardableModule : public torch::nn::Module, public fsdp::Shardable {};
 
 /// y = x W^T; no bias.
 class Linear : public ShardableModule {
  public:
-  Linear(Index in, Index out, c10::Device device);
+  Linear(Index in, Index out, const MakeParameter& make);
   at::Tensor forward(const at::Tensor& x);
 
   at::Tensor weight;  // [out, in]
@@ -31,7 +39,7 @@ class Linear : public ShardableModule {
 
 class Embedding : public ShardableModule {
  public:
-  Embedding(Index count, Index dim, c10::Device device);
+  Embedding(Index count, Index dim, const MakeParameter& make);
   /// int64 of any shape -> that shape plus [dim].
   at::Tensor forward(const at::Tensor& tokens);
 
@@ -40,7 +48,7 @@ class Embedding : public ShardableModule {
 
 class RmsNorm : public ShardableModule {
  public:
-  RmsNorm(Index dim, double eps, c10::Device device);
+  RmsNorm(Index dim, double eps, const MakeParameter& make);
   at::Tensor forward(const at::Tensor& x);
 
   at::Tensor weight;  // [dim]
@@ -61,19 +69,19 @@ class RotaryTable {
 
  private:
   struct Table {
-    at::Tensor cosines;  // [sequence, 1, head_dim/2] fp32
+    at::Tensor cosines;  // [longest sequence so far, 1, head_dim/2] fp32
     at::Tensor sines;
   };
   const Table& table(Index sequence, c10::Device device);
 
   Index head_dim_;
   double theta_;
-  std::map<std::pair<std::string, Index>, Table> tables_;
+  std::map<std::string, Table> tables_;  // by device
 };
 
 class Attention : public ShardableModule {
  public:
-  Attention(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device);
+  Attention(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, const MakeParameter& make);
   /// Causal. [batch, sequence, dim] -> same.
   at::Tensor forward(const at::Tensor& x);
 
@@ -86,7 +94,7 @@ class Attention : public ShardableModule {
 
 class SwiGlu : public ShardableModule {
  public:
-  SwiGlu(const ModelConfig& config, c10::Device device);
+  SwiGlu(const ModelConfig& config, const MakeParameter& make);
   at::Tensor forward(const at::Tensor& x);
 
   std::shared_ptr<Linear> gate_proj, up_proj, down_proj;
@@ -94,7 +102,7 @@ class SwiGlu : public ShardableModule {
 
 class DecoderLayer : public ShardableModule {
  public:
-  DecoderLayer(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, c10::Device device);
+  DecoderLayer(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, const MakeParameter& make);
   at::Tensor forward(const at::Tensor& x);
 
   std::shared_ptr<RmsNorm> input_layernorm;
@@ -105,8 +113,7 @@ class DecoderLayer : public ShardableModule {
 
 class Llama : public ShardableModule {
  public:
-  /// Parameters are fp32 and uninitialised; on the meta device they take no memory.
-  Llama(const ModelConfig& config, c10::Device device);
+  Llama(const ModelConfig& config, const MakeParameter& make);
 
   /// Mean cross-entropy in nats, fp32, 0-dim. tokens, targets: [batch, sequence] int64.
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets);

@@ -14,8 +14,7 @@ namespace {
 bool stdout_has_colour() {
   const char* no_color = std::getenv("NO_COLOR");
   const char* term = std::getenv("TERM");
-  return isatty(STDOUT_FILENO) == 1 && !(no_color && *no_color) && term &&
-      std::string_view(term) != "dumb";
+  return isatty(STDOUT_FILENO) == 1 && !(no_color && *no_color) && term && std::string_view(term) != "dumb";
 }
 
 // "1,234,567": the table is there to compare, so every byte is shown.
@@ -46,15 +45,14 @@ std::string console_line(const StepMetrics& m, Index steps) {
   std::string line = fmt::format(
       "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:>6.0f} tok/s  {:>5.0f} ms  wait "
       "{:>2.0f}%  mem {}",
-      m.step, fmt::formatted_size("{}", steps), steps, m.loss, m.grad_norm, m.lr, m.tokens_per_s,
-      m.step_ms, 100.0 * m.comm_wait, format_bytes(m.peak_bytes));
+      m.step, fmt::formatted_size("{}", steps), steps, m.loss, m.grad_norm, m.lr, m.tokens_per_s, m.step_ms,
+      100.0 * m.comm_wait, format_bytes(m.peak_bytes));
   if (m.val_loss) line += fmt::format("  val {:.4f}", *m.val_loss);
   return line;
 }
 
 std::string bytes_table(const StepBytes& planned, const StepBytes& measured) {
-  std::string text =
-      fmt::format("{:<34}{:>16}{:>16}\n", "bytes of one step on this rank", "planned", "measured");
+  std::string text = fmt::format("{:<34}{:>16}{:>16}\n", "bytes of one step on this rank", "planned", "measured");
   const auto row = [&](const char* name, Index StepBytes::*field) {
     const bool equal = planned.*field == measured.*field;
     text += fmt::format(
@@ -78,12 +76,10 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
     file << text;
     file.flush();
     RAGGED_CHECK(
-        file, "[run] Expected to write '{}', but couldn't. Is run.dir writable, is the disk full?",
-        temporary.string());
+        file, "[run] Expected to write '{}', but couldn't. Is run.dir writable, is the disk full?", temporary.string());
   }
   std::filesystem::rename(temporary, path, error);
-  RAGGED_CHECK(
-      !error, "[run] Expected to write '{}', but got: {}.", path.string(), error.message());
+  RAGGED_CHECK(!error, "[run] Expected to write '{}', but got: {}.", path.string(), error.message());
 }
 
 Reporter::Reporter(bool is_main, std::filesystem::path dir)
@@ -92,9 +88,7 @@ Reporter::Reporter(bool is_main, std::filesystem::path dir)
   std::error_code error;
   std::filesystem::create_directories(dir_, error);
   jsonl_.open(dir_ / "metrics.jsonl", std::ios::trunc);
-  RAGGED_CHECK(
-      !error && jsonl_, "[run] Expected a folder to write to, but '{}' isn't (key 'run.dir').",
-      dir_.string());
+  RAGGED_CHECK(!error && jsonl_, "[run] Expected a folder to write to, but '{}' isn't (key 'run.dir').", dir_.string());
 }
 
 void Reporter::say(std::string_view line) {

@@ -7,8 +7,7 @@
 
 namespace ragged::train {
 
-ComputeDtype choose_param_dtype(
-    std::string_view setting, c10::DeviceType device, std::string_view cpuinfo) {
+ComputeDtype choose_param_dtype(std::string_view setting, c10::DeviceType device, std::string_view cpuinfo) {
   if (setting != "auto") return {parse_scalar_type(setting), "as configured"};
   if (device == c10::kCUDA) return {at::kBFloat16, "CUDA devices compute in it"};
   for (const char* flag : {"amx_bf16", "avx512_bf16"}) {

@@ -17,8 +17,7 @@ struct ComputeDtype {
 
 /// `setting`: "auto", "fp32" or "bf16". auto is bf16 on CUDA and on CPUs with bf16 instructions,
 /// else fp32: there bf16 is emulated and slower. `cpuinfo`: the text of /proc/cpuinfo.
-ComputeDtype choose_param_dtype(
-    std::string_view setting, c10::DeviceType device, std::string_view cpuinfo);
+ComputeDtype choose_param_dtype(std::string_view setting, c10::DeviceType device, std::string_view cpuinfo);
 
 /// /proc/cpuinfo; empty where there is none.
 std::string read_cpuinfo();

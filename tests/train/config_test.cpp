@@ -75,8 +75,7 @@ TEST(Config, every_key_can_be_overridden_by_what_it_is_written_as) {
     if (key.name == "model.kv_heads") config.model.kv_heads = 2;
     const std::string written = to_toml(config);
     const std::string name(key.name.substr(key.name.find('.') + 1));
-    const std::size_t section =
-        written.find("[" + std::string(key.name.substr(0, key.name.find('.'))) + "]");
+    const std::size_t section = written.find("[" + std::string(key.name.substr(0, key.name.find('.'))) + "]");
     const std::size_t start = written.find("\n" + name + " = ", section) + name.size() + 4;
     const std::string value = written.substr(start, written.find("\n", start) - start);
     EXPECT_EQ(to_toml(parse(base, {"--" + std::string(key.name) + "=" + value})), written)
@@ -85,8 +84,7 @@ TEST(Config, every_key_can_be_overridden_by_what_it_is_written_as) {
 }
 
 TEST(Config, later_overrides_win_over_earlier_ones_and_over_the_file) {
-  const Config config =
-      parse("[train]\nsteps = 5\n", {"--train.steps=6", "--train.steps=7", "--train.lr=1"});
+  const Config config = parse("[train]\nsteps = 5\n", {"--train.steps=6", "--train.steps=7", "--train.lr=1"});
   EXPECT_EQ(config.train.steps, 7);
   EXPECT_EQ(config.train.lr, 1.0);
 }
@@ -126,9 +124,7 @@ TEST(Config, value_of_another_type_says_what_came_and_what_was_expected) {
   expect_in(message("[data]\nextensions = [1]\n"), {"a list of strings", "data.extensions"});
   expect_in(message("[train.steps]\nx = 1\n"), {"an integer >= 1", "a table", "train.steps"});
   expect_in(message("", {"--train.steps=ten"}), {"an integer >= 1", "ten", "--train.steps=ten"});
-  expect_in(
-      message("", {"--parallel.reshard_after_forward=1"}),
-      {"true or false", "parallel.reshard_after_forward"});
+  expect_in(message("", {"--parallel.reshard_after_forward=1"}), {"true or false", "parallel.reshard_after_forward"});
   expect_in(message("", {"--train.steps=1\nother = 2"}), {"an integer >= 1", "train.steps"});
 }
 
@@ -152,8 +148,7 @@ TEST(Config, values_that_do_not_go_together_are_refused) {
 
 TEST(Config, checkpoints_are_refused_rather_than_ignored) {
   expect_in(message("[checkpoint]\nevery = 5\n"), {"checkpoint.every", "aren't in this version"});
-  expect_in(
-      message("", {"--checkpoint.resume=auto"}), {"checkpoint.resume", "aren't in this version"});
+  expect_in(message("", {"--checkpoint.resume=auto"}), {"checkpoint.resume", "aren't in this version"});
 }
 
 TEST(Config, broken_toml_names_file_and_line) {

@@ -17,8 +17,7 @@ class Data : public ::testing::Test {
  protected:
   void SetUp() override {
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = fs::temp_directory_path() /
-        ("ragged_data_" + std::to_string(getpid()) + "_" + test->name());
+    folder_ = fs::temp_directory_path() / ("ragged_data_" + std::to_string(getpid()) + "_" + test->name());
     fs::create_directories(folder_);
   }
   void TearDown() override { fs::remove_all(folder_); }
@@ -156,8 +155,7 @@ TEST(Batches, equal_global_batches_hold_equal_sequences_however_they_are_dealt) 
     std::vector<at::Tensor> tokens;
     for (Index part = 0; part < parts; ++part) {
       const Index count = global / parts;
-      tokens.push_back(
-          training_batch(bytes, 8, 7, {.step = 5, .first = part * count, .count = count}).tokens);
+      tokens.push_back(training_batch(bytes, 8, 7, {.step = 5, .first = part * count, .count = count}).tokens);
     }
     EXPECT_TRUE(at::equal(at::cat(tokens), whole.tokens)) << parts << " parts";
   }

@@ -12,17 +12,11 @@
 namespace ragged::train {
 namespace {
 
-const ModelConfig kSmall{
-    .dim = 24,
-    .layers = 2,
-    .heads = 6,
-    .kv_heads = 2,
-    .feed_forward = 20,
-    .vocabulary = 256};
+const ModelConfig kSmall{.dim = 24, .layers = 2, .heads = 6, .kv_heads = 2, .feed_forward = 20, .vocabulary = 256};
 
 std::shared_ptr<Llama> make_model(const ModelConfig& config, double stddev = 0.2) {
   at::manual_seed(3);
-  auto model = std::make_shared<Llama>(config, c10::Device(c10::kCPU));
+  auto model = std::make_shared<Llama>(config, parameters_on(c10::kCPU));
   const at::NoGradGuard no_grad;
   for (const auto& parameter : model->named_parameters()) {
     parameter.value().normal_(parameter.value().dim() == 1 ? 1.0 : 0.0, stddev);
@@ -46,14 +40,11 @@ at::Tensor attention_twin(Attention& attention, const ModelConfig& config, const
     for (Index t = 0; t < sequence; ++t) {
       for (Index i = 0; i < head_dim / 2; ++i) {
         const double angle = static_cast<double>(t) *
-            std::pow(config.rope_theta,
-                     -2.0 * static_cast<double>(i) / static_cast<double>(head_dim));
+            std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(head_dim));
         const at::Tensor a = y.select(1, t).select(-1, i);
         const at::Tensor b = y.select(1, t).select(-1, i + head_dim / 2);
         out.select(1, t).select(-1, i).copy_(a * std::cos(angle) - b * std::sin(angle));
-        out.select(1, t)
-            .select(-1, i + head_dim / 2)
-            .copy_(b * std::cos(angle) + a * std::sin(angle));
+        out.select(1, t).select(-1, i + head_dim / 2).copy_(b * std::cos(angle) + a * std::sin(angle));
       }
     }
     return out;
@@ -68,8 +59,7 @@ at::Tensor attention_twin(Attention& attention, const ModelConfig& config, const
     const at::Tensor qh = rotated(q.narrow(-1, head * head_dim, head_dim));
     const at::Tensor kh = rotated(k.narrow(-1, kv_head * head_dim, head_dim));
     const at::Tensor vh = v.narrow(-1, kv_head * head_dim, head_dim);
-    at::Tensor scores =
-        at::matmul(qh, kh.transpose(1, 2)) / std::sqrt(static_cast<double>(head_dim));
+    at::Tensor scores = at::matmul(qh, kh.transpose(1, 2)) / std::sqrt(static_cast<double>(head_dim));
     const at::Tensor later = at::ones({sequence, sequence}, at::kBool).triu(1);
     scores = scores.masked_fill(later, -std::numeric_limits<double>::infinity());
     heads.push_back(at::matmul(scores.softmax(-1), vh));
@@ -78,7 +68,7 @@ at::Tensor attention_twin(Attention& attention, const ModelConfig& config, const
 }
 
 TEST(Llama, names_and_shapes_are_those_of_hugging_face) {
-  const Llama model(kSmall, c10::Device(c10::kCPU));
+  const Llama model(kSmall, parameters_on(c10::kCPU));
   std::map<std::string, std::vector<Index>> shapes;
   for (const auto& parameter : model.named_parameters()) {
     shapes[parameter.key()] = parameter.value().sizes().vec();
@@ -102,13 +92,8 @@ TEST(Llama, names_and_shapes_are_those_of_hugging_face) {
 
 TEST(Llama, takes_no_memory_on_the_meta_device) {
   const ModelConfig huge{
-      .dim = 16384,
-      .layers = 4,
-      .heads = 128,
-      .kv_heads = 8,
-      .feed_forward = 53248,
-      .vocabulary = 128256};
-  const Llama model(huge, c10::Device(c10::kMeta));
+      .dim = 16384, .layers = 4, .heads = 128, .kv_heads = 8, .feed_forward = 53248, .vocabulary = 128256};
+  const Llama model(huge, parameters_on(c10::kMeta));
   for (const auto& parameter : model.parameters()) EXPECT_TRUE(parameter.is_meta());
   EXPECT_GT(parameter_count(model), 10'000'000'000);
 }
@@ -129,9 +114,7 @@ TEST(Llama, attention_with_equal_heads_equals_its_definition) {
   Attention& attention = *model->layers[1]->self_attn;
   const at::Tensor x = at::randn({1, 5, config.dim});
   const at::Tensor expected = attention_twin(attention, config, x);
-  EXPECT_LT(
-      (attention.forward(x) - expected).norm().item<double>() / expected.norm().item<double>(),
-      1e-6);
+  EXPECT_LT((attention.forward(x) - expected).norm().item<double>() / expected.norm().item<double>(), 1e-6);
 }
 
 TEST(Llama, logits_do_not_depend_on_later_tokens) {
@@ -150,10 +133,8 @@ TEST(Llama, logits_do_not_depend_on_later_tokens) {
 
 TEST(Llama, depends_on_the_order_of_tokens) {
   const auto model = make_model(kSmall);
-  const at::Tensor last =
-      model->forward_logits(at::tensor({5, 6, 7}, at::kLong).unsqueeze(0)).select(1, 2);
-  const at::Tensor swapped =
-      model->forward_logits(at::tensor({6, 5, 7}, at::kLong).unsqueeze(0)).select(1, 2);
+  const at::Tensor last = model->forward_logits(at::tensor({5, 6, 7}, at::kLong).unsqueeze(0)).select(1, 2);
+  const at::Tensor swapped = model->forward_logits(at::tensor({6, 5, 7}, at::kLong).unsqueeze(0)).select(1, 2);
   EXPECT_FALSE(at::allclose(last, swapped));
 }
 

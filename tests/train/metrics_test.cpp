@@ -54,9 +54,7 @@ TEST(Metrics, json_line_has_the_documented_fields) {
   const Json object = Json::parse(to_json_line(kStep));
   EXPECT_EQ(
       names(object),
-      (std::set<std::string>{
-          "step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "comm_wait",
-          "peak_bytes"}));
+      (std::set<std::string>{"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "comm_wait", "peak_bytes"}));
   EXPECT_EQ(object["step"], 3);
   EXPECT_EQ(object["comm_wait"], 0.125);
   EXPECT_EQ(object["peak_bytes"], 1 << 20);
@@ -94,8 +92,7 @@ TEST(Metrics, console_line_shows_all_that_is_documented) {
 }
 
 TEST(Metrics, table_marks_what_is_equal_and_what_is_not) {
-  const std::string table =
-      bytes_table({.padding_bytes = 1234567, .cast_bytes = 4}, {.padding_bytes = 1234567});
+  const std::string table = bytes_table({.padding_bytes = 1234567, .cast_bytes = 4}, {.padding_bytes = 1234567});
   std::istringstream lines(table);
   std::string line;
   while (std::getline(lines, line)) {

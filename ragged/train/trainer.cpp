@@ -1,0 +1,234 @@
+#include "ragged/train/trainer.h"
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "ragged/fsdp/unit.h"
+#include "ragged/optim/adamw.h"
+#include "ragged/optim/clip_grad.h"
+#include "ragged/train/device.h"
+#include "ragged/train/evaluate.h"
+#include "ragged/train/llama.h"
+#include "ragged/train/precision.h"
+#include "ragged/train/schedule.h"
+#include "ragged/train/step_meter.h"
+
+namespace ragged::train {
+namespace {
+
+constexpr const char* kPrompt = "def ";
+
+layout::Mesh make_mesh(const ParallelConfig& config, int world_size) {
+  const Index shard = config.shard == 0 ? world_size / config.replicate : config.shard;
+  RAGGED_CHECK(
+      shard * config.replicate == world_size,
+      "[train] Expected parallel.shard * parallel.replicate = {} ranks, but got {} * {}. "
+      "parallel.shard=0 takes what replicate leaves.",
+      world_size, shard, config.replicate);
+  if (config.replicate == 1) return layout::Mesh::shard(world_size);
+  return layout::Mesh::hybrid(static_cast<int>(config.replicate), static_cast<int>(shard));
+}
+
+// Ranks that trained on different text would still agree on everything else.
+void check_same_text(const comm::World& world, std::uint64_t fingerprint) {
+  const auto value = static_cast<std::int64_t>(fingerprint >> 2);  // its negative must fit
+  const at::Tensor extremes = at::tensor({value, -value}, at::kLong).to(world.device());
+  world.all().all_reduce_max(extremes, "text fingerprint").wait();
+  RAGGED_CHECK(
+      extremes[0].item<std::int64_t>() == -extremes[1].item<std::int64_t>(),
+      "[train] Expected the same text on all ranks, but data.path holds different bytes on some of "
+      "them (rank {} of {}).",
+      world.rank(), world.size());
+}
+
+// A unit a layer; embedding, last norm and head are the root's own.
+std::shared_ptr<fsdp::Unit> shard_model(
+    Llama& model, const comm::MeshGroups& groups, const Config& config, at::ScalarType param_dtype) {
+  fsdp::FullyShardOptions options;
+  options.groups = groups;
+  options.mixed_precision.param_dtype = param_dtype;
+  options.mixed_precision.reduce_dtype = parse_scalar_type(config.train.reduce_dtype);
+  if (const Index rows = config.parallel.rows; rows > 0) {
+    options.shard_policy = [rows](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
+      if (parameter.shape.size() < 2) return std::nullopt;
+      return plan::rows(rows);
+    };
+  }
+
+  fsdp::FullyShardOptions layer_options = options;
+  layer_options.reshard_after_forward = config.parallel.reshard_after_forward;
+  layer_options.activation_checkpointing = config.train.activation_checkpointing;
+  std::vector<std::shared_ptr<fsdp::Unit>> layers;
+  for (const auto& layer : model.layers) {
+    layers.push_back(fsdp::fully_shard(*layer, layer_options));
+  }
+  auto root = fsdp::fully_shard(model, options);
+
+  fsdp::RuntimeOptions runtime;
+  runtime.forward_prefetch = static_cast<int>(config.parallel.forward_prefetch);
+  runtime.backward_prefetch = static_cast<int>(config.parallel.backward_prefetch);
+  root->set_runtime_options(runtime);
+  return root;
+}
+
+optim::AdamW make_optimizer(std::shared_ptr<fsdp::Unit> root, const Config& config) {
+  optim::AdamWOptions options;
+  options.lr = config.train.lr;
+  options.beta1 = config.optimizer.betas.at(0);
+  options.beta2 = config.optimizer.betas.at(1);
+  options.eps = config.optimizer.eps;
+  options.weight_decay = config.optimizer.weight_decay;
+  options.moment_dtype = parse_scalar_type(config.optimizer.moment_dtype);
+  return optim::AdamW(std::move(root), options);
+}
+
+// Alike on all ranks, since loss and norm are: nobody is left waiting.
+void check_finite(double loss, double grad_norm, Index step, double lr) {
+  if (std::isfinite(loss) && std::isfinite(grad_norm)) return;
+  throw Error(fmt::format(
+      "[train] Expected a finite loss and gradient norm, but got {} and {} at step {} with learning "
+      "rate {:.2e}. Look at the last lines of metrics.jsonl: a norm that grew points to train.lr "
+      "(lower it, or lengthen train.warmup); a sudden one to train.param_dtype (try fp32).",
+      loss, grad_norm, step, lr));
+}
+
+std::string headline(
+    const Config& config, const comm::World& world, const TextData& data, const Llama& model,
+    const ComputeDtype& compute) {
+  const TrainConfig& train = config.train;
+  return fmt::format(
+      "{} parameters on {} rank{} ({}), computing in {} ({})\n"
+      "{} of text from {} in {} files, {} held out; {} tokens a step, {} in all\n",
+      parameter_count(model), world.size(), world.size() == 1 ? "" : "s", world.device().str(),
+      compute.dtype == at::kBFloat16 ? "bf16" : "fp32", compute.reason,
+      format_bytes(data.train.numel() + data.validation.numel()), data.folder, data.files,
+      format_bytes(data.validation.numel()), world.size() * train.batch * train.accumulate * train.sequence,
+      world.size() * train.batch * train.accumulate * train.sequence * train.steps);
+}
+
+}  // namespace
+
+RunSummary train(const Config& config, const comm::RankEnv& env) {
+  // Before anybody connects, so that a wrong path stops every rank at once.
+  const TextData data = load_text(config.data, config.train.sequence);
+
+  comm::WorldOptions options;
+  options.device = choose_device(config.run.device, env);
+  options.timeout = std::chrono::milliseconds(std::llround(1000.0 * config.parallel.timeout_s));
+  options.comm.collectives =
+      config.parallel.collectives == "stock" ? comm::Collectives::kStock : comm::Collectives::kAuto;
+  comm::World world = comm::World::connect(env, options);
+  return train(config, world, data);
+}
+
+RunSummary train(const Config& config, comm::World& world, const TextData& data) {
+  const Index steps = config.train.steps;
+  const Index batch = config.train.batch;
+  const Index accumulate = config.train.accumulate;
+  const Index sequence = config.train.sequence;
+  const auto seed = static_cast<std::uint64_t>(config.train.seed);
+
+  // Who computes what with whom.
+  check_same_text(world, data.fingerprint);
+  const comm::MeshGroups groups = world.groups(make_mesh(config.parallel, world.size()));
+  const ComputeDtype compute = choose_param_dtype(config.train.param_dtype, world.device().type(), read_cpuinfo());
+
+  // The model takes no memory until each rank fills its shard.
+  Llama model(config.model, deferred_parameters(world.device()));
+  const auto root = shard_model(model, groups, config, compute.dtype);
+  root->init_parameters(seed, init_rule(config.model));
+  optim::AdamW optimizer = make_optimizer(root, config);
+
+  Reporter report(world.rank() == 0, config.run.dir);
+  report.say(to_toml(config));
+  report.say(headline(config, world, data, model, compute));
+  if (world.rank() == 0) write_file(report.dir() / "config.toml", to_toml(config));
+
+  const auto validate_now = [&] {
+    return validation_loss(
+        world, *root, model, data.validation,
+        {.sequences = config.eval.sequences, .sequence = sequence, .batch = batch});
+  };
+  report.say(fmt::format("validation loss before training: {:.4f}", validate_now()));
+
+  const ScheduleOptions schedule{
+      .peak = config.train.lr, .min_ratio = config.train.min_lr_ratio, .warmup = config.train.warmup, .steps = steps};
+  const Index tokens_per_step = world.size() * batch * accumulate * sequence;
+  StepMetrics metrics;
+  StepBytes measured;
+  double seconds = 0.0;
+
+  for (Index step = 0; step < steps; ++step) {
+    const StepMeter meter(*root);
+
+    // Forward and backward, a micro-batch after the other. Gradients add up; they are reduced in the last one.
+    at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(world.device()));
+    for (Index micro = 0; micro < accumulate; ++micro) {
+      root->set_requires_gradient_sync(config.train.sync_each_micro_batch || micro == accumulate - 1);
+      const Index first = (world.rank() * accumulate + micro) * batch;
+      const Batch part = training_batch(data.train, sequence, seed, {.step = step, .first = first, .count = batch});
+      const at::Tensor loss = root->call(model, part.tokens.to(world.device()), part.targets.to(world.device()));
+      (loss / accumulate).backward();
+      loss_sum += loss.detach();
+    }
+    world.all().all_reduce_sum(loss_sum, "loss").wait();
+
+    // Update.
+    metrics.step = step + 1;
+    metrics.loss = loss_sum.item<double>() / static_cast<double>(world.size() * accumulate);
+    metrics.grad_norm = optim::clip_grad_norm(*root, config.train.clip);
+    metrics.lr = learning_rate(schedule, step);
+    check_finite(metrics.loss, metrics.grad_norm, metrics.step, metrics.lr);
+    optimizer.set_lr(metrics.lr);
+    optimizer.step();
+    root->zero_grad();
+
+    // Report. The clock stops before validation.
+    const double step_seconds = meter.seconds();
+    seconds += step_seconds;
+    measured = meter.bytes();
+    metrics.step_ms = 1000.0 * step_seconds;
+    metrics.tokens_per_s = static_cast<double>(tokens_per_step) / step_seconds;
+    metrics.comm_wait = meter.wait_seconds() / step_seconds;
+    metrics.peak_bytes = peak_memory_bytes(world.device());
+    metrics.val_loss.reset();
+    const bool is_last = metrics.step == steps;
+    const bool is_due = config.eval.every > 0 && metrics.step % config.eval.every == 0;
+    if (step == 0 || is_due || is_last) metrics.val_loss = validate_now();
+    report.step(metrics, steps, metrics.val_loss || metrics.step % config.train.log_every == 0);
+  }
+
+  // What the plan says of such a step, before sampling changes when parameters are dropped.
+  const StepBytes planned =
+      to_step_bytes(root->forecast(static_cast<int>(accumulate), config.train.sync_each_micro_batch));
+  measured.padding_bytes = measure_padding(*root, compute.dtype);
+
+  if (config.eval.sample_bytes > 0) {
+    root->set_reshard_after_forward(false);
+    const std::string text = generate(
+        *root, model, world.device(), kPrompt,
+        {.bytes = config.eval.sample_bytes, .context = sequence, .temperature = config.eval.temperature, .seed = seed});
+    report.say(fmt::format("\nthe model writes:\n\n{}\n", printable(text)));
+  }
+
+  RunSummary summary{
+      .steps = steps,
+      .parameters = parameter_count(model),
+      .world_size = world.size(),
+      .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
+      .seconds = seconds,
+      .loss = metrics.loss,
+      .val_loss = *metrics.val_loss,
+      .planned = planned,
+      .measured = measured};
+  report.finish(summary);
+  return summary;
+}
+
+}  // namespace ragged::train
