@@ -55,7 +55,9 @@ add_library(torch_wheel::cpu INTERFACE IMPORTED)
 # SYSTEM: torch headers are full of warnings under -Wall -Wextra
 target_include_directories(torch_wheel::cpu SYSTEM INTERFACE
   ${TORCH_WHEEL}/include ${TORCH_WHEEL}/include/torch/csrc/api/include)
-target_compile_definitions(torch_wheel::cpu INTERFACE USE_DISTRIBUTED)
+# The wheel is a release build, and some of its classes have members only in debug builds (RecordFunction): NDEBUG
+# is part of its ABI.
+target_compile_definitions(torch_wheel::cpu INTERFACE USE_DISTRIBUTED NDEBUG)
 target_compile_features(torch_wheel::cpu INTERFACE cxx_std_20)
 # libtorch_cpu of a CUDA wheel needs libcupti and libcudart; its own RPATH finds them at run time, so the
 # link editor mustn't try to resolve them.

@@ -13,6 +13,10 @@ namespace {
 void droppable_deleter(void*) {}
 void orphan_deleter(void*) {}
 
+bool is_null(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() == nullptr;
+}
+
 auto deleter_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter();
 }
@@ -27,15 +31,15 @@ at::Tensor bare_tensor(
   return tensor;
 }
 
-c10::Storage bare_storage(at::DataPtr data) {
+c10::Storage bare_storage(at::DataPtr data, std::size_t bytes) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), 0, std::move(data), /*allocator=*/nullptr, /*resizable=*/false));
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), /*allocator=*/nullptr, /*resizable=*/false));
 }
 
 }  // namespace
 
 DroppableStorage::DroppableStorage(Index bytes, c10::Device device, std::string error, void* owner)
-    : storage_(bare_storage(at::DataPtr(nullptr, owner, &droppable_deleter, device))),
+    : storage_(bare_storage(at::DataPtr(nullptr, owner, &droppable_deleter, device), 0)),
       bytes_(bytes),
       device_(device),
       error_(std::move(error)),
@@ -64,10 +68,13 @@ void DroppableStorage::attach(void* data) {
 
 void DroppableStorage::drop() {
   impl()->set_data_ptr_noswap(at::DataPtr(nullptr, owner_, &droppable_deleter, device_));
-  impl()->set_nbytes(0);
   resident_ = false;
 #if RAGGED_STORAGE_ERROR_TEXT
+  // The size stays, so that ops that only make views don't trip over it before our text is reached.
+  impl()->set_nbytes(static_cast<std::size_t>(bytes_));
   impl()->release_data_and_set_meta_custom_data_ptr_error_msg_(error_);
+#else
+  impl()->set_nbytes(0);
 #endif
 }
 
@@ -89,7 +96,8 @@ void* DroppableStorage::owner_of(const at::Tensor& tensor) {
 }
 
 at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
-  c10::Storage storage = bare_storage(at::DataPtr(nullptr, device));
+  const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  c10::Storage storage = bare_storage(at::DataPtr(nullptr, device), RAGGED_STORAGE_ERROR_TEXT ? bytes : 0);
 #if RAGGED_STORAGE_ERROR_TEXT
   storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "this tensor was built without bytes: shard its module and initialise it first");
@@ -98,8 +106,7 @@ at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10
 }
 
 bool lacks_bytes(const at::Tensor& tensor) {
-  return tensor.has_storage() && tensor.numel() > 0 && tensor.storage().nbytes() == 0 &&
-      deleter_of(tensor) != &droppable_deleter && !is_orphaned(tensor);
+  return tensor.has_storage() && tensor.numel() > 0 && is_null(tensor) && deleter_of(tensor) != &droppable_deleter && !is_orphaned(tensor);
 }
 
 bool is_orphaned(const at::Tensor& tensor) {

@@ -17,7 +17,7 @@ namespace ragged::comm {
 struct WorldOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   c10::Device device = c10::Device(c10::kCPU);  // CPU: Gloo; CUDA: NCCL
-  CommOptions comm;
+  CommOptions comm{};
 };
 
 /// The communicators of one rank for the data-parallel dims of a mesh. A dim the mesh lacks has a communicator of
@@ -25,8 +25,8 @@ struct WorldOptions {
 struct MeshGroups {
   layout::Mesh mesh = layout::Mesh::shard(1);
   int rank = 0;  // global rank
-  Communicator shard;
-  Communicator replicate;
+  Communicator shard{};
+  Communicator replicate{};
   c10::Device device = c10::Device(c10::kCPU);
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "ragged/base/error.h"
@@ -111,6 +112,7 @@ void ParamGroup::unshard() {
       "init_parameters() on the root first.",
       needs_values_);
   comm::ProfilerRange range("ragged::unshard", spec_.name);
+  const c10::OptionalStreamGuard on_gather_stream(slots_.gather_stream);
   if (!image_->is_resident()) image_->attach(slots_.pool->take(slots_.image, image_->nbytes()));
   image_->cast_from(*masters_, counters);
   gather_ = image_->all_gather(spec_.groups.shard);

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Stream.h>
+
 #include "ragged/buffer/dbuffer.h"
 #include "ragged/buffer/sharded_tensor.h"
 #include "ragged/comm/compat.h"
@@ -34,6 +36,8 @@ struct GroupSlots {
   int reduce = -1;
   int staging = -1;
   int gradient = -1;
+  /// Where gathers are issued, so that they don't queue behind compute; none on devices without streams.
+  std::optional<c10::Stream> gather_stream{};
 };
 
 /// Transitions are idempotent. Not thread-safe.

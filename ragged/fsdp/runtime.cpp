@@ -4,6 +4,8 @@
 #include <cstdio>
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -53,6 +55,9 @@ Runtime::Runtime(std::vector<RuntimeUnit> units, comm::MeshGroups groups, Runtim
       pending_reductions_(units_.size(), 0) {
   auto* carrier = groups_.shard.process_group().get();
   pool_ = buffer::BufferPool::create(buffer::default_allocator(), groups_.device, carrier);
+  if (!groups_.device.is_cpu()) {
+    gather_stream_ = c10::impl::VirtualGuardImpl(groups_.device.type()).getStreamFromGlobalPool(groups_.device);
+  }
   if (!units_[0].has_explicit_reshard && units_[0].group) units_[0].group->reshard_after_forward = false;
   make_slots();
 }
@@ -85,7 +90,8 @@ void Runtime::make_slots() {
          .image = pool_->add_class(buffer::SlotUse::kImage, shares_image ? leaf_image : group->image_bytes()),
          .reduce = pool_->add_class(buffer::SlotUse::kReduce, is_ancestor[u] ? group->reduce_bytes() : leaf_reduce),
          .staging = pool_->add_class(buffer::SlotUse::kStaging, staging),
-         .gradient = pool_->add_class(buffer::SlotUse::kGradient, group->gradient_bytes())});
+         .gradient = pool_->add_class(buffer::SlotUse::kGradient, group->gradient_bytes()),
+         .gather_stream = gather_stream_});
   }
 }
 
@@ -147,6 +153,11 @@ void Runtime::begin_forward() {
     RuntimeUnit& unit = units_[u];
     if (unit.group && unit.group->refresh_trainable(gradient_hook(static_cast<int>(u)))) subtree_trains_[u] = true;
     if (unit.parent >= 0 && subtree_trains_[u]) subtree_trains_[static_cast<std::size_t>(unit.parent)] = true;
+  }
+  if (gather_stream_) {  // what the optimizer wrote must be there before it is gathered
+    const buffer::CompletionToken written = buffer::CompletionToken::record(groups_.device);
+    const c10::StreamGuard on_gather_stream(*gather_stream_);
+    written.wait();
   }
   in_forward_ = true;
   order_.clear();

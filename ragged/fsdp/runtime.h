@@ -81,6 +81,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<char> subtree_trains_;
   comm::MeshGroups groups_;
   std::shared_ptr<buffer::BufferPool> pool_;
+  std::optional<c10::Stream> gather_stream_;
   bool checked_ = false;
 
   bool in_forward_ = false;

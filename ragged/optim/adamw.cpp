@@ -25,6 +25,16 @@ void check(const AdamWOptions& o) {
       "[adamw] Expected moment_dtype fp32 or bf16, but got {}.", c10::toString(o.moment_dtype));
 }
 
+// Where there is no kernel of ours: the same formula through ATen, one pass an operation.
+void adamw_step_through_aten(
+    const AdamWStep& s, const at::Tensor& params, const at::Tensor& grads, const at::Tensor& exp_avg,
+    const at::Tensor& exp_avg_sq) {
+  exp_avg.mul_(s.beta1).add_(grads, s.one_minus_beta1);
+  exp_avg_sq.mul_(s.beta2).addcmul_(grads, grads, s.one_minus_beta2);
+  const at::Tensor denominator = exp_avg_sq.to(at::kFloat).sqrt().div_(s.root_correction2).add_(s.eps);
+  params.mul_(s.decay).sub_(exp_avg.to(at::kFloat).div(denominator), s.step_size);
+}
+
 }  // namespace
 
 struct AdamW::Impl {
@@ -71,9 +81,8 @@ AdamW::AdamW(std::shared_ptr<fsdp::Unit> root, AdamWOptions options) : impl_(std
     for (std::size_t i = 0; i < shard.pieces.size(); ++i) {
       const buffer::ShardedTensor& parameter = parameters[next++];
       RAGGED_CHECK(
-          parameter.dtype == at::kFloat && shard.params.device().is_cpu(),
-          "[adamw] Expected fp32 masters on the CPU, but got {} on {} (param '{}').", c10::toString(parameter.dtype),
-          shard.params.device().str(), parameter.name);
+          parameter.dtype == at::kFloat, "[adamw] Expected fp32 masters, but got {} (param '{}').",
+          c10::toString(parameter.dtype), parameter.name);
       state.steps.push_back(0);
       state.decays.push_back(
           impl_->options.decays ? impl_->options.decays(parameter) : parameter.shape.size() >= 2);
@@ -94,6 +103,10 @@ double AdamW::lr() const { return impl_->options.lr; }
 
 void AdamW::Impl::update(
     const AdamWStep& step, UnitState& state, const fsdp::FlatShard& shard, layout::Interval local) const {
+  if (!shard.params.device().is_cpu()) {
+    const auto part = [local](const at::Tensor& flat) { return flat.narrow(0, local.begin, local.size()); };
+    return adamw_step_through_aten(step, part(shard.params), part(shard.grads), part(state.exp_avg), part(state.exp_avg_sq));
+  }
   float* params = shard.params.mutable_data_ptr<float>() + local.begin;
   const float* grads = shard.grads.const_data_ptr<float>() + local.begin;
   at::parallel_for(0, local.size(), kGrain, [&](Index begin, Index end) {

@@ -28,6 +28,11 @@ struct Case {
   Index rows = 0;
   int forward_prefetch = 0;
   int backward_prefetch = 1;
+
+  // Three and more replicas are summed in Gloo's own order, and postponing the all-reduce sums shards over micro-batches
+  // first. AdamW makes much of such last bits, so it learns more slowly there.
+  bool exact() const { return mesh.replicate <= 2 && !postpone_all_reduce; }
+  double lr() const { return exact() ? 1e-2 : 1e-3; }
 };
 
 std::string to_string(const Case& c) {
@@ -51,8 +56,8 @@ std::vector<Expected> expect(const Case& c) {
   options.param_dtype = c.param_dtype;
   options.reduce_dtype = c.reduce_dtype;
   options.micro_batches = c.micro_batches;
-  // Postponing the all-reduce sums shards over micro-batches before the replicas are summed: in another order.
   options.sync_each_micro_batch = c.sync_each_micro_batch;
+  options.lr = c.lr();
   Reference reference(options);
   std::vector<Expected> steps;
   for (int step = 0; step < kSteps; ++step) {
@@ -111,14 +116,13 @@ void expect_equal_pieces(
 void run(const Case& c) {
   SCOPED_TRACE(to_string(c));
   const std::vector<Expected> expected = expect(c);
-  // Replicas' all-reduce sums in an order of its own from three on; so does postponing it.
-  const bool exact = c.mesh.replicate <= 2 && !c.postpone_all_reduce;
+  const bool exact = c.exact();
   run_ranks(
       c.mesh.size(),
       [&](comm::World& world) {
         auto model = make_tiny_model();
         auto root = shard(*model, world, c);
-        optim::AdamW adamw(root, {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1});
+        optim::AdamW adamw(root, {.lr = c.lr(), .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1});
         for (int step = 0; step < kSteps; ++step) {
           const Expected& e = expected[static_cast<std::size_t>(step)];
           double loss_value = 0.0;
