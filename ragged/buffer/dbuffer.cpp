@@ -36,16 +36,14 @@ DBuffer::DBuffer(DBufferSpec spec, Form form) : spec_(std::move(spec)), form_(fo
     if (!inside.empty()) gaps_.push_back(inside);
   }
   const auto bytes_each = static_cast<Index>(c10::elementSize(spec_.dtype));
-  image_ = std::make_unique<DroppableStorage>(
-      nbytes(), spec_.device, dropped_error("<image>", spec_.unit), nullptr);
+  image_ = std::make_unique<DroppableStorage>(nbytes(), spec_.device, dropped_error("<image>", spec_.unit), nullptr);
   flat_ = image_->tensor(spec_.dtype, 0, {numel_});
   for (int i = 0; i < static_cast<int>(p.params.size()); ++i) {
     const plan::ParamSpec& param = p.params[static_cast<std::size_t>(i)];
     if (p.segment_of(i) >= num_segments_) {
       tensors_.emplace_back();
     } else if (form == Form::kReplicated) {
-      storages_.emplace_back(
-          param.numel() * bytes_each, spec_.device, dropped_error(param.name, spec_.unit), nullptr);
+      storages_.emplace_back(param.numel() * bytes_each, spec_.device, dropped_error(param.name, spec_.unit), nullptr);
       tensors_.push_back(storages_.back().tensor(spec_.dtype, 0, param.shape));
     } else {
       tensors_.push_back(image_->tensor(spec_.dtype, p.starts[static_cast<std::size_t>(i)], param.shape));
@@ -57,7 +55,9 @@ std::span<const plan::Segment> DBuffer::segments() const {
   return std::span(plan().segments).first(static_cast<std::size_t>(num_segments_));
 }
 
-Index DBuffer::nbytes() const { return numel_ * static_cast<Index>(c10::elementSize(spec_.dtype)); }
+Index DBuffer::nbytes() const {
+  return numel_ * static_cast<Index>(c10::elementSize(spec_.dtype));
+}
 
 void DBuffer::attach(Slot slot) {
   RAGGED_ASSERT(form_ != Form::kSharded, "attach() of a sharded buffer of '{}'", spec_.unit);
@@ -65,9 +65,10 @@ void DBuffer::attach(Slot slot) {
   image_->attach(slot_.data());
   if (form_ != Form::kReplicated) return;
   const auto bytes_each = static_cast<Index>(c10::elementSize(spec_.dtype));
-  std::size_t i = 0;
-  for (DroppableStorage& storage : storages_) {
-    storage.attach(static_cast<char*>(slot_.data()) + plan().starts[i++] * bytes_each);
+  auto storage = storages_.begin();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (!tensors_[i].defined()) continue;  // beyond the prefix
+    (storage++)->attach(static_cast<char*>(slot_.data()) + plan().starts[i] * bytes_each);
   }
 }
 
@@ -88,7 +89,9 @@ void DBuffer::adopt(at::Tensor flat) {
   flat_ = std::move(flat);
 }
 
-bool DBuffer::is_resident() const { return form_ == Form::kSharded ? flat_.defined() : image_->is_resident(); }
+bool DBuffer::is_resident() const {
+  return form_ == Form::kSharded ? flat_.defined() : image_->is_resident();
+}
 
 at::Tensor DBuffer::tensor(int param) const {
   if (form_ != Form::kSharded) return tensors_[static_cast<std::size_t>(param)];
@@ -103,9 +106,11 @@ void DBuffer::set_owner(void* owner) {
 void DBuffer::rename(std::string unit, std::shared_ptr<const plan::BucketPlan> plan) {
   spec_.unit = std::move(unit);
   spec_.plan = std::move(plan);
-  std::size_t i = 0;
-  for (DroppableStorage& storage : storages_) {
-    storage.set_error(dropped_error(spec_.plan->params[i++].name, spec_.unit));
+  if (image_) image_->set_error(dropped_error("<image>", spec_.unit));
+  if (form_ != Form::kReplicated) return;
+  auto storage = storages_.begin();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (tensors_[i].defined()) (storage++)->set_error(dropped_error(spec_.plan->params[i].name, spec_.unit));
   }
 }
 
