@@ -46,8 +46,15 @@ RankEnv rank_env(const EnvLookup& lookup) {
   if (const auto text = lookup("LOCAL_WORLD_SIZE")) {
     env.local_world_size = number(*text, "LOCAL_WORLD_SIZE", 1, env.world_size);
   }
-  if (const auto text = lookup("LOCAL_RANK")) {
-    env.local_rank = number(*text, "LOCAL_RANK", 0, env.local_world_size - 1);
+  const auto local_rank = lookup("LOCAL_RANK");
+  RAGGED_CHECK(
+      local_rank || env.local_world_size == env.world_size,
+      "[rank_env] Expected LOCAL_RANK and LOCAL_WORLD_SIZE to be set together, but LOCAL_RANK is missing beside a "
+      "local "
+      "world size of {}. Start with torchrun, or unset both.",
+      env.local_world_size);
+  if (local_rank) {
+    env.local_rank = number(*local_rank, "LOCAL_RANK", 0, env.local_world_size - 1);
   }
   if (const auto text = lookup("TORCHELASTIC_USE_AGENT_STORE")) env.agent_store = *text == "True" || *text == "1";
   if (const auto text = lookup("TORCHELASTIC_RESTART_COUNT")) {
