@@ -41,14 +41,24 @@ at::Tensor slice(const at::Tensor& image, plan::Interval interval) {
   return image.narrow(0, interval.begin, interval.size());
 }
 
+// The deadline goes with each operation: one that is given up then ends by itself, and writes nothing when a peer comes
+// late. (Gloo can't abort a group.)
+template <class Options>
+Options within(std::chrono::milliseconds deadline) {
+  Options options;
+  options.timeout = deadline;
+  return options;
+}
+
 Index bytes_of(std::span<const Segment> segments, const at::Tensor& image) {
   Index numel = 0;
   for (const Segment& segment : segments) numel += segment.numel;
   return numel * image.element_size();
 }
 
-// Runs of ranks whose intervals ascend in the image: each is one uneven all-to-all. An ordinary segment is one run;
-// a ragged one that starts at a middle rank and goes round is two.
+// Runs of ranks whose intervals ascend in the image without a gap: each is one uneven all-to-all. An ordinary segment
+// is one run; a ragged one that starts at a middle rank and goes round is two, and padding between owners makes one
+// more.
 std::vector<std::vector<int>> ascending_runs(const Segment& segment) {
   std::vector<int> holders;
   for (int r = 0; r < static_cast<int>(segment.owners.size()); ++r) {
@@ -58,9 +68,12 @@ std::vector<std::vector<int>> ascending_runs(const Segment& segment) {
     return segment.owners[static_cast<std::size_t>(a)].begin < segment.owners[static_cast<std::size_t>(b)].begin;
   });
   std::vector<std::vector<int>> runs;
+  Index end = -1;
   for (int rank : holders) {
-    if (runs.empty() || runs.back().back() > rank) runs.emplace_back();
+    const plan::Interval owned = segment.owners[static_cast<std::size_t>(rank)];
+    if (runs.empty() || runs.back().back() > rank || owned.begin != end) runs.emplace_back();
     runs.back().push_back(rank);
+    end = owned.end;
   }
   return runs;
 }
@@ -86,16 +99,29 @@ Communicator::Communicator(
   state_->group = std::move(group);
 }
 
-int Communicator::rank() const { return state_->rank; }
-int Communicator::size() const { return state_->size; }
-bool Communicator::is_stock() const { return state_->options.collectives == Collectives::kStock; }
-c10::Device Communicator::device() const { return state_->device; }
-const c10::intrusive_ptr<c10d::ProcessGroup>& Communicator::process_group() const { return state_->group; }
-const Traffic& Communicator::traffic() const { return state_->traffic; }
-double Communicator::wait_seconds() const { return state_->wait_seconds; }
+int Communicator::rank() const {
+  return state_->rank;
+}
+int Communicator::size() const {
+  return state_->size;
+}
+bool Communicator::is_stock() const {
+  return state_->options.collectives == Collectives::kStock;
+}
+c10::Device Communicator::device() const {
+  return state_->device;
+}
+const c10::intrusive_ptr<c10d::ProcessGroup>& Communicator::process_group() const {
+  return state_->group;
+}
+const Traffic& Communicator::traffic() const {
+  return state_->traffic;
+}
+double Communicator::wait_seconds() const {
+  return state_->wait_seconds;
+}
 
-Work Communicator::all_gather(
-    std::span<const Segment> segments, const at::Tensor& image, std::string_view unit) const {
+Work Communicator::all_gather(std::span<const Segment> segments, const at::Tensor& image, std::string_view unit) const {
   if (size() == 1) return {};
   ProfilerRange range("ragged::all_gather", unit);
   state_->before("all_gather", unit);
@@ -111,7 +137,8 @@ Work Communicator::all_gather(
       work.add([&] {
         return compat::all_gather(
             *state_->group, movable.narrow(0, segment.image_offset, segment.numel),
-            slice(movable, segment.owners[static_cast<std::size_t>(rank())]));
+            slice(movable, segment.owners[static_cast<std::size_t>(rank())]),
+            within<c10d::AllgatherOptions>(state_->deadline));
       });
       continue;
     }
@@ -120,7 +147,7 @@ Work Communicator::all_gather(
       if (owned.empty()) continue;
       work.add([&] {
         std::vector<at::Tensor> tensors{slice(movable, owned)};
-        c10d::BroadcastOptions options;
+        auto options = within<c10d::BroadcastOptions>(state_->deadline);
         options.rootRank = root;
         return state_->group->broadcast(tensors, options);
       });
@@ -165,6 +192,8 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
   }
   state_->before("reduce_scatter", unit);
   Work work(state_, "reduce_scatter", unit);
+  // A rank that owns nothing needs no staging and still takes part.
+  const at::Tensor all_staging = args.staging.defined() ? args.staging : at::empty({0}, args.image.options());
   Index local = 0;
   Index staged = 0;
   std::vector<std::function<void()>> finishers;
@@ -174,7 +203,7 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
     const at::Tensor out = args.shard.narrow(0, local, owned.size());
     local += owned.size();
     if (reduces_by_all_to_all(segment)) {
-      const at::Tensor staging = args.staging.narrow(0, staged, size() * owned.size());
+      const at::Tensor staging = all_staging.narrow(0, staged, size() * owned.size());
       staged += staging.numel();
       for (const std::vector<int>& run : ascending_runs(segment)) {
         std::vector<int64_t> send(static_cast<std::size_t>(size()), 0);
@@ -190,18 +219,18 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
             segment.owners[static_cast<std::size_t>(run.back())].end};
         work.add([&] {
           return compat::all_to_all(
-              *state_->group, receives ? staging : staging.narrow(0, 0, 0), slice(args.image, sent), receive,
-              send);
+              *state_->group, receives ? staging : staging.narrow(0, 0, 0), slice(args.image, sent), receive, send,
+              within<c10d::AllToAllOptions>(state_->deadline));
         });
       }
       finishers.push_back([staging, out, sum, ranks = size()] { sum_in_rank_order(staging, ranks, out, sum); });
       continue;
     }
     const bool direct = !args.accumulate && args.image.scalar_type() == args.shard.scalar_type();
-    const at::Tensor target = direct ? out : args.staging.narrow(0, staged, owned.size());
+    const at::Tensor target = direct ? out : all_staging.narrow(0, staged, owned.size());
     if (!direct) staged += owned.size();
     work.add([&] {
-      c10d::ReduceScatterOptions options;
+      auto options = within<c10d::ReduceScatterOptions>(state_->deadline);
       options.reduceOp = c10d::ReduceOp::SUM;
       return compat::reduce_scatter(
           *state_->group, target, args.image.narrow(0, segment.image_offset, segment.numel), options);
@@ -231,7 +260,7 @@ Work Communicator::all_reduce(const at::Tensor& tensor, bool max, std::string_vi
   Work work(state_, "all_reduce", unit);
   work.add([&] {
     std::vector<at::Tensor> tensors{tensor};
-    c10d::AllreduceOptions options;
+    auto options = within<c10d::AllreduceOptions>(state_->deadline);
     options.reduceOp = max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
     return state_->group->allreduce(tensors, options);
   });
@@ -256,7 +285,7 @@ Work Communicator::broadcast(const at::Tensor& tensor, int root, std::string_vie
   Work work(state_, "broadcast", unit);
   work.add([&] {
     std::vector<at::Tensor> tensors{as_movable(tensor)};
-    c10d::BroadcastOptions options;
+    auto options = within<c10d::BroadcastOptions>(state_->deadline);
     options.rootRank = root;
     return state_->group->broadcast(tensors, options);
   });

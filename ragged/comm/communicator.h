@@ -33,7 +33,7 @@ struct CommOptions {
   /// Ranks compare (sequence number, unit, operation) before each collective. Slow; also RAGGED_CHECK=1.
   bool check_order = false;
   /// Longest wait for one collective; none: the group's own time-out.
-  std::optional<std::chrono::milliseconds> deadline;
+  std::optional<std::chrono::milliseconds> deadline{};
 };
 
 /// How a bucket is reduced. Tensors are 1-D and contiguous.

@@ -21,11 +21,12 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// shared_ptr up to 2.14, intrusive_ptr from 2.15.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-inline WorkPtr all_gather(c10d::ProcessGroup& group, at::Tensor output, at::Tensor input) {
+inline WorkPtr all_gather(
+    c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, const c10d::AllgatherOptions& options = {}) {
 #if RAGGED_C10D_SINGLE_NAMES
-  return group.all_gather_single(output, input);
+  return group.all_gather_single(output, input, options);
 #else
-  return group._allgather_base(output, input);
+  return group._allgather_base(output, input, options);
 #endif
 }
 
@@ -40,11 +41,11 @@ inline WorkPtr reduce_scatter(
 
 inline WorkPtr all_to_all(
     c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,
-    std::vector<int64_t> input_sizes) {
+    std::vector<int64_t> input_sizes, const c10d::AllToAllOptions& options = {}) {
 #if RAGGED_C10D_SINGLE_NAMES
-  return group.all_to_all_single(output, input, output_sizes, input_sizes);
+  return group.all_to_all_single(output, input, output_sizes, input_sizes, options);
 #else
-  return group.alltoall_base(output, input, output_sizes, input_sizes);
+  return group.alltoall_base(output, input, output_sizes, input_sizes, options);
 #endif
 }
 

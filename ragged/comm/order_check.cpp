@@ -1,8 +1,8 @@
 // What runs before each collective: refusing a dead group, and with check_order the comparison of what each rank is
 // about to do. A mismatch is then an error on all ranks at once instead of a wait for ever.
-#include <ATen/ATen.h>
-
 #include <cstring>
+
+#include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
 #include "ragged/comm/group_state.h"
@@ -16,7 +16,9 @@ struct Step {
   char unit[96] = {};
 };
 
-bool same(const Step& a, const Step& b) { return std::memcmp(&a, &b, sizeof(Step)) == 0; }
+bool same(const Step& a, const Step& b) {
+  return std::memcmp(&a, &b, sizeof(Step)) == 0;
+}
 
 std::string describe(const Step& step, int rank) {
   return fmt::format("rank {}: #{} {} '{}'", rank, step.sequence, step.operation, step.unit);
@@ -35,13 +37,17 @@ void GroupState::before(const char* operation, std::string_view unit) {
   Step mine;
   mine.sequence = sequence;
   std::strncpy(mine.operation, operation, sizeof(mine.operation) - 1);
-  std::memcpy(mine.unit, unit.data(), std::min(unit.size(), sizeof(mine.unit) - 1));
+  // Qualified names differ at their ends.
+  const std::string_view tail = unit.substr(unit.size() - std::min(unit.size(), sizeof(mine.unit) - 1));
+  std::memcpy(mine.unit, tail.data(), tail.size());
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Step));
   at::Tensor all = at::empty({size * kBytes}, at::kByte);
   std::memcpy(all.mutable_data_ptr<std::uint8_t>() + rank * kBytes, &mine, sizeof(Step));
   all = all.to(device);
   try {
-    compat::all_gather(*group, all, all.narrow(0, rank * kBytes, kBytes))->wait(deadline);
+    c10d::AllgatherOptions within;
+    within.timeout = deadline;
+    compat::all_gather(*group, all, all.narrow(0, rank * kBytes, kBytes), within)->wait(deadline);
   } catch (const std::exception& e) {
     fail(operation, unit, e.what());
   }

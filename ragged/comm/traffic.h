@@ -11,7 +11,7 @@ struct Traffic {
   Index gathered_bytes = 0;
   Index reduced_bytes = 0;
   Index all_reduced_bytes = 0;
-  Index other_bytes = 0;  // broadcasts, checks
+  Index other_bytes = 0;  // broadcasts; what the order check exchanges counts nowhere
   Index all_gathers = 0;
   Index reduce_scatters = 0;
   Index all_reduces = 0;

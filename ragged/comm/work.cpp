@@ -8,6 +8,9 @@
 namespace ragged::comm {
 namespace {
 
+// Longest wait for an operation that is past its deadline to notice.
+constexpr std::chrono::milliseconds kGrace = std::chrono::seconds(1);
+
 std::string first_line(const std::exception& e) {
   std::string text = e.what();
   return text.substr(0, std::min<std::size_t>(text.find('\n'), 300));
@@ -22,21 +25,40 @@ struct Work::State {
   std::vector<compat::WorkPtr> works;
   std::function<void()> finish;
   bool done = false;
+
+  void end_all() noexcept;
 };
 
 Work::Work(std::shared_ptr<GroupState> group, const char* operation, std::string_view unit)
-    : state_(std::make_shared<State>(
-          State{std::move(group), operation, std::string(unit), {}, nullptr, false})) {}
+    : state_(std::make_shared<State>(State{std::move(group), operation, std::string(unit), {}, nullptr, false})) {}
+
+// What has failed may still run on another thread, and would write into memory that its owner is about to reuse. So
+// each operation is seen off: aborted where the backend can (NCCL), by its own deadline elsewhere (Gloo).
+void Work::State::end_all() noexcept {
+  try {
+    group->group->abort();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): it was no use
+  }
+  for (compat::WorkPtr& work : works) {
+    try {
+      work->wait(std::min(group->deadline, kGrace));
+    } catch (...) {  // NOLINT(bugprone-empty-catch): they fail, that is the point
+    }
+  }
+}
 
 void Work::add(const std::function<compat::WorkPtr()>& issue) {
   try {
     state_->works.push_back(issue());
   } catch (const std::exception& e) {
+    state_->end_all();
     state_->group->fail(state_->operation, state_->unit, first_line(e));
   }
 }
 
-void Work::on_complete(std::function<void()> finish) { state_->finish = std::move(finish); }
+void Work::on_complete(std::function<void()> finish) {
+  state_->finish = std::move(finish);
+}
 
 void Work::wait() {
   if (!state_) return;
@@ -49,10 +71,10 @@ void Work::wait() {
   try {
     for (compat::WorkPtr& work : state->works) work->wait(state->group->deadline);
   } catch (const std::exception& e) {
+    state->end_all();
     state->group->fail(state->operation, state->unit, first_line(e));
   }
-  state->group->wait_seconds +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  state->group->wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (state->finish) state->finish();
 }
 
@@ -62,11 +84,12 @@ void Work::abandon() noexcept {
   state_.reset();
   if (state->done) return;
   state->done = true;
-  for (compat::WorkPtr& work : state->works) {
-    try {
-      work->wait(state->group->deadline);
-    } catch (...) {  // NOLINT(bugprone-empty-catch): the failure that led here was reported already
-    }
+  try {
+    for (compat::WorkPtr& work : state->works) work->wait(state->group->deadline);
+  } catch (const std::exception& e) {
+    // Not thrown, since the failure that led here was reported already. Whoever uses the group next is told.
+    state->end_all();
+    if (state->group->failure.empty()) state->group->failure = first_line(e);
   }
 }
 
