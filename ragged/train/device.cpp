@@ -1,12 +1,13 @@
 #include "ragged/train/device.h"
 
 #include <filesystem>
+#include <fstream>
+#include <string>
 
 #include <ATen/ATen.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <dlfcn.h>
-#include <sys/resource.h>
 
 namespace ragged::train {
 namespace {
@@ -40,9 +41,12 @@ Index peak_memory_bytes(c10::Device device) {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
     return stats.allocated_bytes[static_cast<std::size_t>(StatType::AGGREGATE)].peak;
   }
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<Index>(usage.ru_maxrss) * 1024;  // Linux counts kilobytes
+  // Not getrusage(): what it says survives exec, so that it would be the launcher's memory.
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmHWM:")) return static_cast<Index>(std::stoll(line.substr(6))) * 1024;
+  }
+  return 0;
 }
 
 }  // namespace ragged::train

@@ -14,7 +14,8 @@ namespace ragged::train {
 /// one for every rank of this machine, else the CPU. Throws InvalidArgument when "cuda" has too few.
 c10::Device choose_device(std::string_view setting, const comm::RankEnv& env);
 
-/// Most bytes in use so far: of the CUDA device's tensors, or the resident memory of this process.
+/// Most bytes in use so far: of the CUDA device's tensors, or the resident memory of this process (0 where /proc
+/// doesn't say).
 Index peak_memory_bytes(c10::Device device);
 
 }  // namespace ragged::train

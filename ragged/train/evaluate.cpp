@@ -10,6 +10,14 @@
 #include "ragged/train/data.h"
 
 namespace ragged::train {
+namespace {
+
+// Without a backward nothing drops what stays gathered until then, and the next step would start with it.
+void reshard_all(const fsdp::Unit& root) {
+  for (const auto& unit : root.units()) unit->reshard();
+}
+
+}  // namespace
 
 double validation_loss(
     const comm::World& world, fsdp::Unit& root, Llama& model, const at::Tensor& text,
@@ -30,7 +38,7 @@ double validation_loss(
         logits.narrow(0, 0, counting).to(at::kFloat).flatten(0, 1),
         batch.targets.narrow(0, 0, counting).to(world.device()).flatten(), /*weight=*/{}, at::Reduction::Sum);
   }
-  root.reshard();
+  reshard_all(root);
   world.all().all_reduce_sum(sum, "validation loss").wait();
   return sum.item<double>() / static_cast<double>(options.sequences * options.sequence);
 }
@@ -54,7 +62,7 @@ std::string generate(
         : last.argmax();
     tokens.push_back(next.item<std::int64_t>());
   }
-  for (const auto& unit : root.units()) unit->reshard();
+  reshard_all(root);
   std::string text;
   for (std::int64_t token : tokens) text += static_cast<char>(token);
   return text;

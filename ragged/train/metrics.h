@@ -41,9 +41,10 @@ struct RunSummary {
   Index parameters = 0;
   int world_size = 1;
   std::string param_dtype = {};
-  double seconds = 0.0;   // of the training loop
-  double loss = 0.0;      // of the last step
-  double val_loss = 0.0;  // after it
+  double seconds = 0.0;           // of the training loop
+  double loss = 0.0;              // of the last step
+  double initial_val_loss = 0.0;  // before the first step
+  double val_loss = 0.0;          // after the last
   StepBytes planned = {};
   StepBytes measured = {};
 };

@@ -40,6 +40,7 @@ std::string to_json(const RunSummary& summary) {
   object["param_dtype"] = summary.param_dtype;
   object["seconds"] = summary.seconds;
   object["loss"] = summary.loss;
+  object["initial_val_loss"] = summary.initial_val_loss;
   object["val_loss"] = summary.val_loss;
   object["planned"] = to_object(summary.planned);
   object["measured"] = to_object(summary.measured);

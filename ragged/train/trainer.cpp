@@ -155,7 +155,8 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
         world, *root, model, data.validation,
         {.sequences = config.eval.sequences, .sequence = sequence, .batch = batch});
   };
-  report.say(fmt::format("validation loss before training: {:.4f}", validate_now()));
+  const double initial_val_loss = validate_now();
+  report.say(fmt::format("validation loss before training: {:.4f}", initial_val_loss));
 
   const ScheduleOptions schedule{
       .peak = config.train.lr, .min_ratio = config.train.min_lr_ratio, .warmup = config.train.warmup, .steps = steps};
@@ -224,6 +225,7 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
       .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
       .seconds = seconds,
       .loss = metrics.loss,
+      .initial_val_loss = initial_val_loss,
       .val_loss = *metrics.val_loss,
       .planned = planned,
       .measured = measured};

@@ -34,7 +34,7 @@ TextData some_text() {
       .fingerprint = 12345};
 }
 
-struct Run {
+struct Outcome {
   std::vector<Json> steps;
   Json summary;
   double loss(std::size_t step) const { return steps.at(step)["loss"]; }
@@ -59,10 +59,10 @@ class Trainer : public ::testing::Test {
   void TearDown() override { fs::remove_all(folder_); }
 
   // Trains on that many ranks and reads back what was written.
-  Run run(int world_size, const Config& config) const {
+  Outcome run(int world_size, const Config& config) const {
     test::run_ranks(
         world_size, [&](comm::World& world) { train(config, world, some_text()); }, test::quick(60));
-    Run result;
+    Outcome result;
     std::ifstream lines(fs::path(config.run.dir) / "metrics.jsonl");
     for (std::string line; std::getline(lines, line);) result.steps.push_back(Json::parse(line));
     result.summary = Json::parse(std::ifstream(fs::path(config.run.dir) / "summary.json"));
@@ -78,7 +78,7 @@ class Trainer : public ::testing::Test {
     return config;
   }
 
-  static void expect_equal(const Run& a, const Run& b, double relative, const std::string& what) {
+  static void expect_equal(const Outcome& a, const Outcome& b, double relative, const std::string& what) {
     for (std::size_t step = 0; step < a.steps.size(); ++step) {
       for (const char* field : {"loss", "grad_norm"}) {
         const double expected = a.steps[step][field];
@@ -95,13 +95,13 @@ class Trainer : public ::testing::Test {
 };
 
 TEST_F(Trainer, equal_global_batches_give_equal_runs_on_any_number_of_ranks) {
-  const Run one = run(1, config_);
+  const Outcome one = run(1, config_);
   EXPECT_NEAR(one.loss(0), 5.545, 0.1);  // ln 256: nothing is known yet
   for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-5, std::to_string(ranks) + " ranks");
 }
 
 TEST_F(Trainer, accumulation_gives_the_run_of_the_larger_batch) {
-  const Run whole = run(2, shared_by(2));
+  const Outcome whole = run(2, shared_by(2));
   Config config = shared_by(4);
   config.train.accumulate = 2;
   expect_equal(whole, run(2, config), 2e-5, "reduced once");
@@ -110,7 +110,7 @@ TEST_F(Trainer, accumulation_gives_the_run_of_the_larger_batch) {
 }
 
 TEST_F(Trainer, replicas_prefetch_and_recomputation_change_nothing) {
-  const Run plain = run(4, shared_by(4));
+  const Outcome plain = run(4, shared_by(4));
   Config config = shared_by(4);
   config.parallel.replicate = 2;
   expect_equal(plain, run(4, config), 2e-5, "2 x 2");
@@ -128,7 +128,7 @@ TEST_F(Trainer, replicas_prefetch_and_recomputation_change_nothing) {
 }
 
 TEST_F(Trainer, bf16_runs_close_to_fp32) {
-  const Run exact = run(2, shared_by(2));
+  const Outcome exact = run(2, shared_by(2));
   Config config = shared_by(2);
   config.train.param_dtype = "bf16";
   expect_equal(exact, run(2, config), 0.05, "bf16");
@@ -137,14 +137,14 @@ TEST_F(Trainer, bf16_runs_close_to_fp32) {
 TEST_F(Trainer, loss_falls) {
   config_.train.steps = 40;
   config_.train.lr = 1e-2;
-  const Run result = run(1, config_);
+  const Outcome result = run(1, config_);
   EXPECT_LT(result.summary["val_loss"], 3.0);
 }
 
 TEST_F(Trainer, validates_after_the_first_step_when_due_and_after_the_last) {
   config_.train.steps = 5;
   config_.eval.every = 2;
-  const Run result = run(1, config_);
+  const Outcome result = run(1, config_);
   std::vector<int> validated;
   for (const Json& step : result.steps) {
     if (step.contains("val_loss")) validated.push_back(step["step"]);
@@ -154,11 +154,11 @@ TEST_F(Trainer, validates_after_the_first_step_when_due_and_after_the_last) {
 }
 
 TEST_F(Trainer, resolved_config_repeats_the_run) {
-  const Run first = run(2, shared_by(2));
+  const Outcome first = run(2, shared_by(2));
   Config again = load_config(folder_ / "config.toml");
   EXPECT_EQ(to_toml(again), to_toml(shared_by(2)));
   again.run.dir = (folder_ / "again").string();
-  const Run second = run(2, again);
+  const Outcome second = run(2, again);
   for (std::size_t step = 0; step < 3; ++step) EXPECT_EQ(first.loss(step), second.loss(step));
 }
 
