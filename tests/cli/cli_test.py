@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 BINARY = ""
 UPDATE_GOLDEN = False
@@ -187,6 +188,21 @@ class CliTest(unittest.TestCase):
         self.assertEqual([step["step"] for step in self.steps()], [1, 2, 3])
         self.assertEqual(self.summary()["planned"], self.summary()["measured"])
         self.assertNotIn("\x1b", result.stdout, "colours, though nobody looks")
+
+    def test_configs_of_the_repository_run(self):
+        configs = sorted((HERE.parent.parent / "configs").glob("*.toml"))
+        self.assertTrue(configs)
+        for config in configs:
+            with self.subTest(config.name):
+                result = self.ragged(
+                    "train", str(config), "--train.steps=1", "--train.batch=1", "--train.sequence=32",
+                    "--eval.sequences=1", "--eval.sample_bytes=2")
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertEqual(self.summary(config.stem)["planned"], self.summary(config.stem)["measured"])
+
+    def test_ranks_compare_their_order_when_asked(self):
+        with unittest.mock.patch.dict(os.environ, RAGGED_CHECK="1"):
+            self.run_ranks(2)
 
     def test_resolved_config_is_printed_and_accepted_back(self):
         result = self.ragged("train", "tiny.toml", "--train.steps=2", "--run.dir=runs/first")
