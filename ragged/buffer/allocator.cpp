@@ -5,7 +5,9 @@
 namespace ragged::buffer {
 namespace {
 
-void free_whole(void* context) { delete static_cast<at::DataPtr*>(context); }
+void free_whole(void* context) {
+  delete static_cast<at::DataPtr*>(context);
+}
 
 class DefaultAllocator final : public BufferAllocator {
  public:
@@ -24,6 +26,8 @@ class DefaultAllocator final : public BufferAllocator {
 
 void BufferAllocator::register_memory(const at::DataPtr&, Index, c10d::ProcessGroup*) {}
 
-std::shared_ptr<BufferAllocator> default_allocator() { return std::make_shared<DefaultAllocator>(); }
+std::shared_ptr<BufferAllocator> default_allocator() {
+  return std::make_shared<DefaultAllocator>();
+}
 
 }  // namespace ragged::buffer

@@ -22,9 +22,9 @@ namespace ragged::buffer {
 
 /// What the bytes mean on the shard dim of the mesh.
 enum class Form {
-  kSharded,    // this rank's ranges, concatenated
-  kReplicated, // the whole image, equal on all ranks once gathered
-  kPartial,    // the whole image, this rank's addend
+  kSharded,     // this rank's ranges, concatenated
+  kReplicated,  // the whole image, equal on all ranks once gathered
+  kPartial,     // the whole image, this rank's addend
 };
 
 struct DBufferSpec {
@@ -86,8 +86,7 @@ class DBuffer {
   comm::Work reduce_scatter(
       const comm::Communicator& communicator, DBuffer& shard, const at::Tensor& staging,
       const ReduceOptions& options) const;
-  Index staging_numel(
-      const comm::Communicator& communicator, const DBuffer& shard, const ReduceOptions& options) const;
+  Index staging_numel(const comm::Communicator& communicator, const DBuffer& shard, const ReduceOptions& options) const;
   /// Sharded: sum over the replicas of this shard, in place.
   comm::Work all_reduce(const comm::Communicator& replicas);
   void zero(ByteCounters& counters);

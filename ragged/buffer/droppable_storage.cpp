@@ -106,7 +106,8 @@ at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10
 }
 
 bool lacks_bytes(const at::Tensor& tensor) {
-  return tensor.has_storage() && tensor.numel() > 0 && is_null(tensor) && deleter_of(tensor) != &droppable_deleter && !is_orphaned(tensor);
+  return tensor.has_storage() && tensor.numel() > 0 && !tensor.is_meta() && is_null(tensor) &&
+      deleter_of(tensor) != &droppable_deleter && !is_orphaned(tensor);
 }
 
 bool is_orphaned(const at::Tensor& tensor) {

@@ -13,7 +13,9 @@ constexpr std::size_t kNoMemory = static_cast<std::size_t>(-1);
 
 }  // namespace
 
-Slot::Slot(Slot&& other) noexcept { *this = std::move(other); }
+Slot::Slot(Slot&& other) noexcept {
+  *this = std::move(other);
+}
 
 Slot& Slot::operator=(Slot&& other) noexcept {
   if (this == &other) return *this;
@@ -28,7 +30,9 @@ Slot& Slot::operator=(Slot&& other) noexcept {
   return *this;
 }
 
-Slot::~Slot() { give_back(); }
+Slot::~Slot() {
+  give_back();
+}
 
 void Slot::release_after(CompletionToken token) {
   token_ = std::move(token);
@@ -49,8 +53,7 @@ std::shared_ptr<BufferPool> BufferPool::create(
   return std::shared_ptr<BufferPool>(new BufferPool(std::move(allocator), device, group));
 }
 
-BufferPool::BufferPool(
-    std::shared_ptr<BufferAllocator> allocator, c10::Device device, c10d::ProcessGroup* group)
+BufferPool::BufferPool(std::shared_ptr<BufferAllocator> allocator, c10::Device device, c10d::ProcessGroup* group)
     : allocator_(std::move(allocator)), device_(device), group_(group) {}
 
 int BufferPool::add_class(SlotUse use, Index bytes) {

@@ -50,8 +50,8 @@ class Slot {
 };
 
 struct PoolStats {
-  Index allocations = 0;     // ever
-  Index reserved_bytes = 0;  // of all slots
+  Index allocations = 0;                        // ever
+  Index reserved_bytes = 0;                     // of all slots
   std::array<Index, kSlotUses> in_use_bytes{};  // as asked for, by SlotUse
   std::array<Index, kSlotUses> peak_bytes{};    // since reset_peaks()
 

@@ -13,14 +13,14 @@
 namespace ragged::buffer {
 
 struct ShardedTensor {
-  std::string name;            // fully qualified
-  std::vector<Index> shape;    // global
+  std::string name;          // fully qualified
+  std::vector<Index> shape;  // global
   at::ScalarType dtype = at::kFloat;
   layout::Mesh mesh = layout::Mesh::shard(1);
   std::vector<layout::Placement> placements;  // one a mesh dim
-  at::Tensor local;            // 1-D, possibly empty: the row-major elements of `owned`
-  layout::Interval owned;      // flat interval of the tensor that this rank holds
-  int unit = 0;                // index of its unit in the tree, and of the tensor in the unit
+  at::Tensor local;                           // 1-D, possibly empty: the row-major elements of `owned`
+  layout::Interval owned;                     // flat interval of the tensor that this rank holds
+  int unit = 0;                               // index of its unit in the tree, and of the tensor in the unit
   int index = 0;
   bool requires_grad = true;
 };

@@ -39,10 +39,10 @@ struct CommOptions {
 /// How a bucket is reduced. Tensors are 1-D and contiguous.
 struct ReduceScatter {
   std::span<const plan::Segment> segments;  // a prefix of the plan's; must outlive the operation
-  at::Tensor image;    // this rank's addend, the segments' image, in the reduce dtype
-  at::Tensor staging;  // staging_numel() elements of image's dtype; may be undefined when that is 0
-  at::Tensor shard;    // receives this rank's ranges, concatenated
-  double scale = 1.0;  // the sum is multiplied by it
+  at::Tensor image;                         // this rank's addend, the segments' image, in the reduce dtype
+  at::Tensor staging;       // staging_numel() elements of image's dtype; may be undefined when that is 0
+  at::Tensor shard;         // receives this rank's ranges, concatenated
+  double scale = 1.0;       // the sum is multiplied by it
   bool accumulate = false;  // add to what shard holds instead of overwriting it
 };
 
@@ -52,8 +52,7 @@ class Communicator {
  public:
   Communicator();
   /// Takes a group made by anybody (torch.distributed, World). `name` appears in errors.
-  Communicator(
-      c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, CommOptions options, std::string name);
+  Communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::Device device, CommOptions options, std::string name);
 
   int rank() const;
   int size() const;
@@ -62,8 +61,7 @@ class Communicator {
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
 
   /// `image` holds this rank's owned intervals; afterwards it holds all of them. Never touches padding between them.
-  Work all_gather(
-      std::span<const plan::Segment> segments, const at::Tensor& image, std::string_view unit) const;
+  Work all_gather(std::span<const plan::Segment> segments, const at::Tensor& image, std::string_view unit) const;
 
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <string>
 
-#include "ragged/comm/compat.h"
 #include "ragged/comm/communicator.h"
+#include "ragged/comm/compat.h"
 #include "ragged/comm/traffic.h"
 
 namespace ragged::comm {

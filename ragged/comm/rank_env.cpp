@@ -20,6 +20,10 @@ int number(const std::string& text, const char* variable, int low, int high) {
   return value;
 }
 
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
 }  // namespace
 
 RankEnv rank_env(const EnvLookup& lookup) {
@@ -41,20 +45,23 @@ RankEnv rank_env(const EnvLookup& lookup) {
   env.rank = number(required("RANK"), "RANK", 0, env.world_size - 1);
   env.master_addr = required("MASTER_ADDR");
   env.master_port = static_cast<std::uint16_t>(number(required("MASTER_PORT"), "MASTER_PORT", 1, 65535));
-  env.local_rank = env.rank;
-  env.local_world_size = env.world_size;
-  if (const auto text = lookup("LOCAL_WORLD_SIZE")) {
-    env.local_world_size = number(*text, "LOCAL_WORLD_SIZE", 1, env.world_size);
-  }
   const auto local_rank = lookup("LOCAL_RANK");
+  const auto local_world_size = lookup("LOCAL_WORLD_SIZE");
+  if (local_world_size) {
+    env.local_world_size = number(*local_world_size, "LOCAL_WORLD_SIZE", 1, env.world_size);
+  } else if (is_loopback(env.master_addr)) {
+    env.local_world_size = env.world_size;
+  }  // else nobody said so: one rank a host
   RAGGED_CHECK(
-      local_rank || env.local_world_size == env.world_size,
+      local_rank || !local_world_size || env.local_world_size == env.world_size,
       "[rank_env] Expected LOCAL_RANK and LOCAL_WORLD_SIZE to be set together, but LOCAL_RANK is missing beside a "
       "local "
       "world size of {}. Start with torchrun, or unset both.",
       env.local_world_size);
   if (local_rank) {
-    env.local_rank = number(*local_rank, "LOCAL_RANK", 0, env.local_world_size - 1);
+    env.local_rank = number(*local_rank, "LOCAL_RANK", 0, local_world_size ? env.local_world_size - 1 : env.rank);
+  } else if (env.local_world_size == env.world_size) {
+    env.local_rank = env.rank;
   }
   if (const auto text = lookup("TORCHELASTIC_USE_AGENT_STORE")) env.agent_store = *text == "True" || *text == "1";
   if (const auto text = lookup("TORCHELASTIC_RESTART_COUNT")) {

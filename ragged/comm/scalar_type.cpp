@@ -32,8 +32,7 @@ DType to_dtype(at::ScalarType type) {
   for (const auto& [ours, torchs] : kTypes) {
     if (torchs == type) return ours;
   }
-  RAGGED_CHECK(
-      false, "[dtype] Expected a floating-point type or uint8, but got {}.", c10::toString(type));
+  RAGGED_CHECK(false, "[dtype] Expected a floating-point type or uint8, but got {}.", c10::toString(type));
   return DType::kFloat32;
 }
 

@@ -15,7 +15,6 @@ struct SumInRankOrder {
 /// addends: 1-D, `num_ranks` runs of out.numel() elements, rank 0's first. out: 1-D, of any floating dtype.
 /// out = ((a0 + a1) + a2 + ...) * scale, or out + that. Sums in fp32 (fp64 for fp64 addends), without contraction:
 /// the bits depend on the inputs alone.
-void sum_in_rank_order(
-    const at::Tensor& addends, int num_ranks, const at::Tensor& out, const SumInRankOrder& options);
+void sum_in_rank_order(const at::Tensor& addends, int num_ranks, const at::Tensor& out, const SumInRankOrder& options);
 
 }  // namespace ragged::comm

@@ -16,8 +16,7 @@ namespace {
 CommOptions with_environment(CommOptions options) {
   if (const char* check = std::getenv("RAGGED_CHECK")) {
     const std::string text = check;
-    RAGGED_CHECK(
-        text == "0" || text == "1", "[world] Expected RAGGED_CHECK to be 0 or 1, but got '{}'.", text);
+    RAGGED_CHECK(text == "0" || text == "1", "[world] Expected RAGGED_CHECK to be 0 or 1, but got '{}'.", text);
     options.check_order = options.check_order || text == "1";
   }
   return options;
@@ -56,11 +55,9 @@ World World::connect(const RankEnv& env, const WorldOptions& options) {
   return world;
 }
 
-World World::over_store(
-    c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, const WorldOptions& options) {
+World World::over_store(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size, const WorldOptions& options) {
   RAGGED_CHECK(world_size >= 1, "[world] Expected a world size of at least 1, but got {}.", world_size);
-  RAGGED_CHECK(
-      rank >= 0 && rank < world_size, "[world] Expected a rank in 0..{}, but got {}.", world_size - 1, rank);
+  RAGGED_CHECK(rank >= 0 && rank < world_size, "[world] Expected a rank in 0..{}, but got {}.", world_size - 1, rank);
   World world;
   world.store_ = std::move(store);
   world.options_ = options;
@@ -75,17 +72,14 @@ World World::over_store(
 Communicator World::make_group(const std::vector<int>& ranks, const std::string& name) {
   if (ranks.size() == 1) return {};
   const int size = static_cast<int>(ranks.size());
-  const int rank =
-      static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
+  const int rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
   RAGGED_ASSERT(rank < size, "rank {} isn't in group {}", rank_, name);
   try {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
     const bool cuda = options_.device.is_cuda();
-    auto backend = cuda
-        ? make_nccl_backend(store, rank, size, options_.device, options_.timeout)
-        : make_gloo_backend(
-              store, rank, size, {.timeout = options_.timeout, .same_host = same_host_});
+    auto backend = cuda ? make_nccl_backend(store, rank, size, options_.device, options_.timeout)
+                        : make_gloo_backend(store, rank, size, {.timeout = options_.timeout, .same_host = same_host_});
     const auto type = cuda ? c10d::ProcessGroup::BackendType::NCCL : c10d::ProcessGroup::BackendType::GLOO;
     group->setBackend(options_.device.type(), type, backend);
     group->setDefaultBackend(type);
@@ -106,8 +100,10 @@ MeshGroups World::groups(const layout::Mesh& mesh) {
   bool complete = mesh.size() == size();
   for (int r = 0; complete && r < size(); ++r) complete = ranks[static_cast<std::size_t>(r)] == r;
   RAGGED_CHECK(
-      complete, "[groups] Expected a mesh that holds each of the {} ranks once, but got {}. Make the product of its "
-      "sizes equal to the world size.", size(), layout::to_string(mesh));
+      complete,
+      "[groups] Expected a mesh that holds each of the {} ranks once, but got {}. Make the product of its "
+      "sizes equal to the world size.",
+      size(), layout::to_string(mesh));
   MeshGroups groups;
   groups.mesh = mesh;
   groups.rank = rank_;

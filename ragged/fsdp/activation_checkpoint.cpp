@@ -27,8 +27,7 @@ void restore(GeneratorState& saved) {
 }
 
 std::vector<GeneratorState> generator_states(const std::vector<at::Tensor>& tensors) {
-  std::vector<GeneratorState> states{
-      generator_state(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)))};
+  std::vector<GeneratorState> states{generator_state(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)))};
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device().is_cpu()) continue;
     states.push_back(generator_state(at::globalContext().defaultGenerator(tensor.device())));

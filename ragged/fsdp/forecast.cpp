@@ -9,7 +9,11 @@ namespace {
 class StepWalk {
  public:
   StepWalk(std::span<const UnitForecastInput> units, const StepOptions& options)
-      : units_(units), options_(options), resident_(units.size(), 0), reducing_(units.size(), 0), filled_(units.size(), 0) {}
+      : units_(units),
+        options_(options),
+        resident_(units.size(), 0),
+        reducing_(units.size(), 0),
+        filled_(units.size(), 0) {}
 
   void micro_batch(std::span<const ForwardEvent> events, bool is_last) {
     forward(events);
@@ -58,8 +62,7 @@ class StepWalk {
         if (units_[static_cast<std::size_t>(event.unit)].reshard_after_forward) drop(event.unit);
         continue;
       }
-      const std::size_t until =
-          std::min(order.size(), begun + static_cast<std::size_t>(options_.forward_prefetch) + 1);
+      const std::size_t until = std::min(order.size(), begun + static_cast<std::size_t>(options_.forward_prefetch) + 1);
       for (std::size_t i = begun; i < until; ++i) gather(order[i]);
       ++begun;
     }

@@ -22,7 +22,7 @@ struct UnitForecastInput {
 };
 
 struct StepOptions {
-  int rank = 0;            // of the shard group
+  int rank = 0;  // of the shard group
   int backward_prefetch = 1;
   int forward_prefetch = 0;
   int micro_batches = 1;
@@ -32,15 +32,15 @@ struct StepOptions {
 /// Bytes of one step on one rank. "Gathered" and "reduced" count the whole image of each collective once; nothing
 /// is counted on a world of one, which moves nothing. Casts are the bytes written.
 struct StepForecast {
-  Index padding_bytes = 0;         // of all images
+  Index padding_bytes = 0;  // of all images
   Index gathered_bytes = 0;
   Index reduced_bytes = 0;
-  Index cast_in_bytes = 0;         // masters into this rank's ranges of the images
-  Index cast_grad_bytes = 0;       // gradients into the reduce buffers
-  Index added_grad_bytes = 0;      // gradients added to those of an earlier micro-batch in the same buffer
-  Index copied_bytes = 0;          // any other copy: none
-  Index peak_image_bytes = 0;      // exact, by walking the issue list
-  Index image_bytes_bound = 0;     // open ancestors + (prefetch + 1) x the largest other unit
+  Index cast_in_bytes = 0;      // masters into this rank's ranges of the images
+  Index cast_grad_bytes = 0;    // gradients into the reduce buffers
+  Index added_grad_bytes = 0;   // gradients added to those of an earlier micro-batch in the same buffer
+  Index copied_bytes = 0;       // any other copy: none
+  Index peak_image_bytes = 0;   // exact, by walking the issue list
+  Index image_bytes_bound = 0;  // open ancestors + (prefetch + 1) x the largest other unit
   Index peak_reduce_bytes = 0;
   int gathers = 0;
   int reduces = 0;

@@ -13,8 +13,8 @@ namespace ragged::fsdp {
 struct ForwardRecord {
   int id = 0;
   std::vector<ForwardEvent> events;
-  std::vector<int> call_units;            // by call
-  std::vector<std::size_t> call_events;   // by call: where it begins in events
+  std::vector<int> call_units;           // by call
+  std::vector<std::size_t> call_events;  // by call: where it begins in events
 
   // Of the backward that is running over it.
   IssueList list;

@@ -38,7 +38,8 @@ void check_options(const FullyShardOptions& options) {
   const int replicate = replicate_dim < 0 ? 1 : mesh.size(replicate_dim);
   RAGGED_CHECK(
       options.groups.shard.size() == shard && options.groups.replicate.size() == replicate,
-      "[fully_shard] Expected groups that fit the mesh {}, but got a shard group of {} and a replicate group of {}. Make "
+      "[fully_shard] Expected groups that fit the mesh {}, but got a shard group of {} and a replicate group of {}. "
+      "Make "
       "them with World::groups(mesh).",
       layout::to_string(mesh), options.groups.shard.size(), options.groups.replicate.size());
 }
@@ -46,19 +47,22 @@ void check_options(const FullyShardOptions& options) {
 void check_param(const std::string& name, const at::Tensor& param) {
   RAGGED_CHECK(
       param.dim() > 0,
-      "[fully_shard] Expected parameters of at least one dim, but got a scalar (param '{}'). Make it 1-D, of one element.",
+      "[fully_shard] Expected parameters of at least one dim, but got a scalar (param '{}'). Make it 1-D, of one "
+      "element.",
       name);
   RAGGED_CHECK(
       param.is_contiguous(),
-      "[fully_shard] Expected contiguous parameters, but got strides {} for sizes {} (param '{}'). Call contiguous() on it "
+      "[fully_shard] Expected contiguous parameters, but got strides {} for sizes {} (param '{}'). Call contiguous() "
+      "on it "
       "first.",
       c10::str(param.strides()), c10::str(param.sizes()), name);
   RAGGED_CHECK(
-      param.is_leaf(), "[fully_shard] Expected leaf tensors as parameters, but got a result of an operation (param '{}').",
-      name);
+      param.is_leaf(),
+      "[fully_shard] Expected leaf tensors as parameters, but got a result of an operation (param '{}').", name);
   RAGGED_CHECK(
       !param.is_meta(),
-      "[fully_shard] Expected a real parameter, but got one on the meta device (param '{}'). Build modules without memory "
+      "[fully_shard] Expected a real parameter, but got one on the meta device (param '{}'). Build modules without "
+      "memory "
       "from deferred_parameter().",
       name);
   comm::to_dtype(param.scalar_type());
@@ -139,7 +143,8 @@ std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const
       }
       RAGGED_CHECK(
           !buffer::is_orphaned(param),
-          "[fully_shard] Expected the units of inner modules to be alive, but the one that held '{}' was destroyed. Keep "
+          "[fully_shard] Expected the units of inner modules to be alive, but the one that held '{}' was destroyed. "
+          "Keep "
           "what fully_shard returns until the root is made.",
           name);
       if (!seen.insert(param.unsafeGetTensorImpl()).second) continue;  // ignored, or tied inside this unit
@@ -152,9 +157,10 @@ std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const
       visit("", *module);
       for (const auto& item : module->named_modules("", /*include_self=*/false)) visit(item.key(), *item.value());
     }
-    if (!params.empty()) impl.group = unit->make_group(params.size(), [&](std::size_t i) {
-      return std::pair{params[i].name, params[i].tensor};
-    });
+    if (!params.empty())
+      impl.group = unit->make_group(params.size(), [&](std::size_t i) {
+        return std::pair{params[i].name, params[i].tensor};
+      });
   } catch (...) {
     for (const auto& child : impl.children) child->impl_->parent = nullptr;  // nothing half taken over
     throw;
@@ -179,7 +185,8 @@ std::shared_ptr<ParamGroup> Unit::make_group(
     params.push_back({std::move(name), std::move(tensor)});
     RAGGED_CHECK(
         params[i].tensor.scalar_type() == params[0].tensor.scalar_type(),
-        "[fully_shard] Expected parameters of one dtype in a unit, but got {} (param '{}') and {} (param '{}'). Shard them "
+        "[fully_shard] Expected parameters of one dtype in a unit, but got {} (param '{}') and {} (param '{}'). Shard "
+        "them "
         "in different units, or convert one.",
         c10::toString(params[0].tensor.scalar_type()), params[0].name, c10::toString(params[i].tensor.scalar_type()),
         params[i].name);
@@ -188,8 +195,8 @@ std::shared_ptr<ParamGroup> Unit::make_group(
   spec.master_dtype = params[0].tensor.scalar_type();
   spec.param_dtype = options.mixed_precision.param_dtype.value_or(spec.master_dtype);
   spec.reduce_dtype = options.mixed_precision.reduce_dtype.value_or(spec.param_dtype);
-  const Index narrowest = static_cast<Index>(
-      std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
+  const Index narrowest =
+      static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
   const Index unit = std::max<Index>(1, kUnitBytes / narrowest);
   std::vector<plan::ParamSpec> specs;
   for (const OwnParam& param : params) specs.push_back(param_spec(param, options, unit));

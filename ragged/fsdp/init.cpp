@@ -35,19 +35,26 @@ std::uint64_t hash_name(const std::string& name) {
 }
 
 // (0, 1): 32 bits and a half, so that the logarithm is finite.
-double unit(std::uint32_t bits) { return (static_cast<double>(bits) + 0.5) / 4294967296.0; }
+double unit(std::uint32_t bits) {
+  return (static_cast<double>(bits) + 0.5) / 4294967296.0;
+}
 
 }  // namespace
 
-InitRule constant(double value) { return {InitRule::Kind::kConstant, value, 0.0}; }
-InitRule normal(double mean, double stddev) { return {InitRule::Kind::kNormal, mean, stddev}; }
-InitRule uniform(double low, double high) { return {InitRule::Kind::kUniform, low, high}; }
+InitRule constant(double value) {
+  return {InitRule::Kind::kConstant, value, 0.0};
+}
+InitRule normal(double mean, double stddev) {
+  return {InitRule::Kind::kNormal, mean, stddev};
+}
+InitRule uniform(double low, double high) {
+  return {InitRule::Kind::kUniform, low, high};
+}
 
 void fill_initial_values(
     const InitRule& rule, std::uint64_t seed, const std::string& name, layout::Interval interval, float* out) {
   const std::uint64_t stream = hash_name(name);
-  const std::array<std::uint32_t, 2> key{
-      static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)};
+  const std::array<std::uint32_t, 2> key{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)};
   for (Index i = interval.begin; i < interval.end; ++i) {
     float& value = out[i - interval.begin];
     if (rule.kind == InitRule::Kind::kConstant) {
@@ -56,8 +63,8 @@ void fill_initial_values(
     }
     const auto index = static_cast<std::uint64_t>(i);
     const Counter random = philox(
-        {static_cast<std::uint32_t>(index), static_cast<std::uint32_t>(index >> 32),
-         static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)},
+        {static_cast<std::uint32_t>(index), static_cast<std::uint32_t>(index >> 32), static_cast<std::uint32_t>(stream),
+         static_cast<std::uint32_t>(stream >> 32)},
         key);
     if (rule.kind == InitRule::Kind::kUniform) {
       value = static_cast<float>(rule.a + (rule.b - rule.a) * unit(random[0]));

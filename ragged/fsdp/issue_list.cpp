@@ -46,8 +46,7 @@ Calls reverse(std::span<const ForwardEvent> events) {
 
 }  // namespace
 
-IssueList build_issue_list(
-    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch) {
+IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch) {
   const Calls calls = reverse(events);
   const auto unit_of = [&](int call) { return calls.unit[static_cast<std::size_t>(call)]; };
   const auto traits = [&](int unit) -> const UnitTraits& { return units[static_cast<std::size_t>(unit)]; };

@@ -49,7 +49,6 @@ struct IssueList {
 };
 
 /// A unit called several times reduces once, after the call that backward reaches last.
-IssueList build_issue_list(
-    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);
+IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);
 
 }  // namespace ragged::fsdp

@@ -18,7 +18,7 @@ struct MixedPrecision {
   std::optional<at::ScalarType> param_dtype{};   // of the gathered image; none: the parameters' own
   std::optional<at::ScalarType> reduce_dtype{};  // of gradients on the wire; none: as param_dtype
   std::optional<at::ScalarType> output_dtype{};  // floating outputs are cast to it
-  bool cast_forward_inputs = true;             // floating inputs are cast to param_dtype
+  bool cast_forward_inputs = true;               // floating inputs are cast to param_dtype
 };
 
 /// A parameter as a shard policy sees it. `name` is relative to the module given to fully_shard.

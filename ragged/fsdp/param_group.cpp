@@ -338,6 +338,8 @@ buffer::ShardedTensor ParamGroup::sharded_gradient(int param, int unit) const {
   return tensor;
 }
 
-void ParamGroup::bump_master_version() { masters_->flat().unsafeGetTensorImpl()->bump_version(); }
+void ParamGroup::bump_master_version() {
+  masters_->flat().unsafeGetTensorImpl()->bump_version();
+}
 
 }  // namespace ragged::fsdp

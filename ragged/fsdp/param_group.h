@@ -144,7 +144,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::int64_t gathered_version_ = 0;
   std::optional<Reduction> reduction_;
   bool result_is_ready_ = false;
-  std::vector<char> filled_;    // slot holds a gradient of this rank
+  std::vector<char> filled_;  // slot holds a gradient of this rank
   std::vector<char> used_;
   std::vector<char> has_grad_;  // .grad is not None
   std::vector<comm::compat::NodePtr> accumulators_;

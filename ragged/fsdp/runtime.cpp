@@ -130,7 +130,8 @@ void Runtime::check_ranks_agree() {
     at += 4;
     RAGGED_CHECK(
         plans_agree,
-        "[fully_shard] Expected all ranks to plan unit '{}' alike, but got different plans (rank {} of {}). The shapes, "
+        "[fully_shard] Expected all ranks to plan unit '{}' alike, but got different plans (rank {} of {}). The "
+        "shapes, "
         "the shard policy or the dtypes depend on the rank.",
         unit.name, groups_.rank, groups_.mesh.size());
     if (!values_agree && groups_.rank == groups_.mesh.ranks().front()) {
@@ -392,8 +393,8 @@ void Runtime::publish_gradients() {
   all_reducing_ = -1;
   reduced_.clear();
   if (ready.empty()) return;
-  const bool exchange = !options.static_use && !groups_.shard.is_stock() &&
-      (groups_.shard.size() > 1 || groups_.replicate.size() > 1);
+  const bool exchange =
+      !options.static_use && !groups_.shard.is_stock() && (groups_.shard.size() > 1 || groups_.replicate.size() > 1);
   if (exchange) {
     at::Tensor flags = at::from_blob(used.data(), {static_cast<Index>(used.size())}, at::kByte).to(groups_.device);
     groups_.shard.all_reduce_max(flags, "used parameters").wait();

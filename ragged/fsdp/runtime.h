@@ -85,17 +85,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool checked_ = false;
 
   bool in_forward_ = false;
-  Record record_;                  // of the forward that is running
+  Record record_;  // of the forward that is running
   int next_record_ = 0;
-  std::vector<int> last_order_;    // units in the order the last forward began them
-  std::vector<int> order_;         // of the forward that is running
-  std::size_t prefetched_ = 0;     // how far into last_order_ gathers were issued
+  std::vector<int> last_order_;  // units in the order the last forward began them
+  std::vector<int> order_;       // of the forward that is running
+  std::size_t prefetched_ = 0;   // how far into last_order_ gathers were issued
 
-  int backward_task_ = -1;         // autograd's id of the running backward
+  int backward_task_ = -1;  // autograd's id of the running backward
   std::vector<Record> active_;
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
   std::vector<int> reduced_;             // units with a reduction in this backward, in order of issue
-  int scattering_ = -1;            // the unit whose reduce-scatter is in flight
+  int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;
 };
 

@@ -16,14 +16,24 @@ Unit::~Unit() {
   if (impl_->group) impl_->group->set_owner(nullptr);
 }
 
-bool Unit::is_root() const { return impl_->parent == nullptr; }
-bool Unit::checkpoints_activations() const { return impl_->options.activation_checkpointing; }
+bool Unit::is_root() const {
+  return impl_->parent == nullptr;
+}
+bool Unit::checkpoints_activations() const {
+  return impl_->options.activation_checkpointing;
+}
 
-const std::string& Unit::name() const { return impl_->name; }
+const std::string& Unit::name() const {
+  return impl_->name;
+}
 
-const comm::MeshGroups& Unit::groups() const { return impl_->options.groups; }
+const comm::MeshGroups& Unit::groups() const {
+  return impl_->options.groups;
+}
 
-const plan::BucketPlan* Unit::plan() const { return impl_->group ? &impl_->group->plan() : nullptr; }
+const plan::BucketPlan* Unit::plan() const {
+  return impl_->group ? &impl_->group->plan() : nullptr;
+}
 
 std::vector<at::Tensor> Unit::own_parameters() const {
   return impl_->group ? impl_->group->spec().params : std::vector<at::Tensor>{};
@@ -48,9 +58,11 @@ Runtime& Unit::runtime() const {
       impl_->modules.size());
   torch::nn::Module& module = *impl_->modules.front();
   std::unordered_map<const torch::nn::Module*, std::string> module_names;
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) module_names[item.value().get()] = item.key();
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    module_names[item.value().get()] = item.key();
   std::unordered_map<const c10::TensorImpl*, std::string> param_names;
-  for (const auto& item : module.named_parameters()) param_names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  for (const auto& item : module.named_parameters())
+    param_names.emplace(item.value().unsafeGetTensorImpl(), item.key());
 
   const auto all = units();
   std::vector<RuntimeUnit> runtime_units;
@@ -75,7 +87,8 @@ Runtime& Unit::runtime() const {
     if (impl.group) {
       impl.group->reshard_after_forward = impl.options.reshard_after_forward.value_or(true);
       std::vector<std::string> names;
-      for (const at::Tensor& param : impl.group->spec().params) names.push_back(param_names[param.unsafeGetTensorImpl()]);
+      for (const at::Tensor& param : impl.group->spec().params)
+        names.push_back(param_names[param.unsafeGetTensorImpl()]);
       impl.group->rename(impl.name.empty() ? "root" : impl.name, names);
     }
     runtime_units.push_back(std::move(unit));
@@ -145,8 +158,7 @@ void Unit::init_parameters(std::uint64_t seed, const InitFn& rule) {
       const plan::ParamSpec& param = group.plan().params[static_cast<std::size_t>(i)];
       const layout::Interval owned = group.plan().owned(i, rank);
       const at::Tensor values = at::empty({owned.size()}, at::kFloat);
-      fill_initial_values(
-          rule(param.name, param.shape), seed, param.name, owned, values.mutable_data_ptr<float>());
+      fill_initial_values(rule(param.name, param.shape), seed, param.name, owned, values.mutable_data_ptr<float>());
       group.masters().tensor(i).copy_(values);
     }
     group.mark_initialised();
@@ -167,7 +179,8 @@ at::Tensor Unit::full_parameter(const std::string& name) {
       if (was_sharded) group.reshard();
     }
   });
-  RAGGED_CHECK(full.defined(), "[full_parameter] Expected the name of a parameter below this unit, but got '{}'.", name);
+  RAGGED_CHECK(
+      full.defined(), "[full_parameter] Expected the name of a parameter below this unit, but got '{}'.", name);
   return full;
 }
 
@@ -184,7 +197,8 @@ void Unit::set_reshard_after_forward(bool value, bool recurse) {
 }
 
 void Unit::set_runtime_options(const RuntimeOptions& options) {
-  RAGGED_CHECK(is_root(), "[runtime] Expected the root, but got unit '{}'. Options hold for a whole tree.", impl_->name);
+  RAGGED_CHECK(
+      is_root(), "[runtime] Expected the root, but got unit '{}'. Options hold for a whole tree.", impl_->name);
   RAGGED_CHECK(
       options.forward_prefetch >= 0 && options.backward_prefetch >= 0,
       "[runtime] Expected prefetch depths of at least 0, but got {} (forward) and {} (backward).",
@@ -205,7 +219,9 @@ void Unit::reshard() {
   for_each_group(false, [](ParamGroup& group, int) { group.reshard(); });
 }
 
-void Unit::reset() { runtime().reset(); }
+void Unit::reset() {
+  runtime().reset();
+}
 
 RuntimeStats Unit::stats() const {
   Runtime& made = runtime();
@@ -226,7 +242,9 @@ RuntimeStats Unit::stats() const {
   return stats;
 }
 
-void Unit::reset_peaks() { runtime().pool().reset_peaks(); }
+void Unit::reset_peaks() {
+  runtime().pool().reset_peaks();
+}
 
 StepForecast Unit::forecast(int micro_batches, bool sync_each_micro_batch) const {
   return runtime().forecast(micro_batches, sync_each_micro_batch);

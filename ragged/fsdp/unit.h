@@ -39,13 +39,13 @@ class Runtime;
 /// What a tree has moved and held so far on this rank, in bytes; see buffer::ByteCounters and StepForecast.
 struct RuntimeStats {
   buffer::ByteCounters bytes;
-  comm::Traffic traffic;            // of the shard and replicate groups together
+  comm::Traffic traffic;  // of the shard and replicate groups together
   Index image_bytes_in_use = 0;
-  Index peak_image_bytes = 0;       // since the last reset_peaks()
+  Index peak_image_bytes = 0;  // since the last reset_peaks()
   Index peak_reduce_bytes = 0;
-  Index pool_allocations = 0;       // ever; must not grow after the second step
+  Index pool_allocations = 0;  // ever; must not grow after the second step
   Index pool_reserved_bytes = 0;
-  double wait_seconds = 0.0;        // the driving thread waited for communication
+  double wait_seconds = 0.0;  // the driving thread waited for communication
 };
 
 /// The gradient and parameter shards of one unit, for code that runs over flat memory.
@@ -86,8 +86,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// through raw pointers call it after a step.
   void mark_parameters_changed();
   void zero_grad();
-  /// Fills masters from (seed, fully qualified name, element index). Needed when the module was built on the meta
-  /// device. Not collective.
+  /// Fills masters from (seed, fully qualified name, element index). Needed where the module was built from
+  /// deferred_parameter(). Not collective.
   void init_parameters(std::uint64_t seed, const InitFn& rule);
   /// The whole value of one parameter on every rank. Collective.
   at::Tensor full_parameter(const std::string& name);
@@ -117,8 +117,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
  private:
   friend class Runtime;
   friend class ForwardScope;
-  friend std::shared_ptr<Unit> fully_shard(
-      std::vector<torch::nn::Module*> modules, const FullyShardOptions& options);
+  friend std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const FullyShardOptions& options);
   Unit();
 
   bool checkpoints_activations() const;
@@ -140,8 +139,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
 /// units of blocks alive until the root is made; the root then owns them.
 std::shared_ptr<Unit> fully_shard(torch::nn::Module& module, const FullyShardOptions& options);
 /// The same for several modules that become one unit (the way to shard tied parameters).
-std::shared_ptr<Unit> fully_shard(
-    std::vector<torch::nn::Module*> modules, const FullyShardOptions& options);
+std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const FullyShardOptions& options);
 
 /// Forward of a child that may or may not be sharded.
 template <class Module, class... Args>
@@ -178,9 +176,7 @@ auto Unit::call(Module& module, Args&&... args) {
   auto run = [&module](auto& values) {
     return std::apply([&module](auto&... value) { return module.forward(value...); }, values);
   };
-  auto outputs = checkpoints_activations()
-      ? checkpointed(run, inputs, own_parameters())
-      : run(inputs);
+  auto outputs = checkpoints_activations() ? checkpointed(run, inputs, own_parameters()) : run(inputs);
   TensorRefs output_refs;
   collect_tensors(outputs, output_refs);
   scope.finish(output_refs);

@@ -84,8 +84,7 @@ AdamW::AdamW(std::shared_ptr<fsdp::Unit> root, AdamWOptions options) : impl_(std
           parameter.dtype == at::kFloat, "[adamw] Expected fp32 masters, but got {} (param '{}').",
           c10::toString(parameter.dtype), parameter.name);
       state.steps.push_back(0);
-      state.decays.push_back(
-          impl_->options.decays ? impl_->options.decays(parameter) : parameter.shape.size() >= 2);
+      state.decays.push_back(impl_->options.decays ? impl_->options.decays(parameter) : parameter.shape.size() >= 2);
     }
     impl_->units.push_back(std::move(state));
   }
@@ -99,13 +98,16 @@ void AdamW::set_lr(double lr) {
   RAGGED_CHECK(lr >= 0.0, "[adamw] Expected lr >= 0, but got {}.", lr);
   impl_->options.lr = lr;
 }
-double AdamW::lr() const { return impl_->options.lr; }
+double AdamW::lr() const {
+  return impl_->options.lr;
+}
 
 void AdamW::Impl::update(
     const AdamWStep& step, UnitState& state, const fsdp::FlatShard& shard, layout::Interval local) const {
   if (!shard.params.device().is_cpu()) {
     const auto part = [local](const at::Tensor& flat) { return flat.narrow(0, local.begin, local.size()); };
-    return adamw_step_through_aten(step, part(shard.params), part(shard.grads), part(state.exp_avg), part(state.exp_avg_sq));
+    return adamw_step_through_aten(
+        step, part(shard.params), part(shard.grads), part(state.exp_avg), part(state.exp_avg_sq));
   }
   float* params = shard.params.mutable_data_ptr<float>() + local.begin;
   const float* grads = shard.grads.const_data_ptr<float>() + local.begin;

@@ -7,7 +7,9 @@
 namespace ragged::optim {
 namespace {
 
-float load(float value) { return value; }
+float load(float value) {
+  return value;
+}
 float load(std::uint16_t bits) {
   const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
   float value = 0.0F;
@@ -15,7 +17,9 @@ float load(std::uint16_t bits) {
   return value;
 }
 
-void store(float value, float& out) { out = value; }
+void store(float value, float& out) {
+  out = value;
+}
 void store(float value, std::uint16_t& out) {
   std::uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -25,7 +29,8 @@ void store(float value, std::uint16_t& out) {
 }
 
 template <class Moment>
-void run(const AdamWStep& s, std::int64_t numel, float* params, const float* grads, Moment* exp_avg, Moment* exp_avg_sq) {
+void run(
+    const AdamWStep& s, std::int64_t numel, float* params, const float* grads, Moment* exp_avg, Moment* exp_avg_sq) {
   for (std::int64_t i = 0; i < numel; ++i) {
     const float g = grads[i];
     const float m = s.beta1 * load(exp_avg[i]) + s.one_minus_beta1 * g;

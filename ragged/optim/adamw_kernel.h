@@ -7,12 +7,12 @@ namespace ragged::optim {
 
 /// Constants of one step of one parameter (Loshchilov and Hutter, 2019; the order of operations of torch's AdamW).
 struct AdamWStep {
-  float decay = 1.0F;       // 1 - lr * weight_decay, or 1
+  float decay = 1.0F;  // 1 - lr * weight_decay, or 1
   float beta1 = 0.9F;
   float one_minus_beta1 = 0.1F;
   float beta2 = 0.999F;
   float one_minus_beta2 = 0.001F;
-  float step_size = 0.0F;   // lr / (1 - beta1^t)
+  float step_size = 0.0F;         // lr / (1 - beta1^t)
   float root_correction2 = 1.0F;  // sqrt(1 - beta2^t)
   float eps = 1e-8F;
 };

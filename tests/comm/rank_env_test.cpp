@@ -48,8 +48,6 @@ TEST(RankEnv, reads_the_four_variables) {
   EXPECT_EQ(env.world_size, 4);
   EXPECT_EQ(env.master_addr, "10.0.0.7");
   EXPECT_EQ(env.master_port, 29501);
-  EXPECT_EQ(env.local_rank, 2);
-  EXPECT_EQ(env.local_world_size, 4);
   EXPECT_FALSE(env.is_main());
 }
 
@@ -93,6 +91,16 @@ TEST(RankEnv, refuses_what_is_no_number) {
     for (const char* value : {"", "two", "1x", " 1", "1.0", "99999999999999999999"}) {
       EXPECT_INVALID(read(with(name, value)), std::string("Expected ") + name + " to be a whole number");
     }
+  }
+}
+
+// Ranks that meet at another machine's address aren't known to share one: Gloo must not bind to loopback.
+TEST(RankEnv, takes_ranks_for_one_host_only_where_they_meet_at_loopback) {
+  EXPECT_EQ(read(whole()).local_world_size, 1);
+  EXPECT_EQ(read(whole()).local_rank, 0);
+  for (const char* address : {"localhost", "127.0.0.1", "::1"}) {
+    EXPECT_EQ(read(with("MASTER_ADDR", address)).local_world_size, 4) << address;
+    EXPECT_EQ(read(with("MASTER_ADDR", address)).local_rank, 2) << address;
   }
 }
 

@@ -10,15 +10,20 @@ namespace {
 
 using fsdp::fully_shard;
 
-fsdp::FullyShardOptions alone() { return {}; }
+fsdp::FullyShardOptions alone() {
+  return {};
+}
 
 TEST(BadInput, module_sharded_twice) {
   auto model = chain(2);
   auto unit = fully_shard(model->child(0), alone());
   EXPECT_INVALID(fully_shard(model->child(0), alone()), "isn't sharded yet");
   auto root = shard_chain(*model->add("more", chain(1)), 1, alone());
-  EXPECT_INVALID(fully_shard(*model->add("again", linear_block())->add("x", chain(0)), fsdp::FullyShardOptions{
-      .groups = {.mesh = layout::Mesh::shard(2)}}), "Expected groups that fit the mesh");
+  EXPECT_INVALID(
+      fully_shard(
+          *model->add("again", linear_block())->add("x", chain(0)),
+          fsdp::FullyShardOptions{.groups = {.mesh = layout::Mesh::shard(2)}}),
+      "Expected groups that fit the mesh");
 }
 
 TEST(BadInput, tie_across_units_names_both_and_the_list_form) {
@@ -47,13 +52,15 @@ TEST(BadInput, non_contiguous_parameter) {
 TEST(BadInput, mixed_dtypes_in_a_unit) {
   auto model = chain(0);
   model->register_parameter("half", at::ones({3}, at::kBFloat16).requires_grad_(true));
-  EXPECT_INVALID(fully_shard(*model, alone()), "one dtype in a unit, but got Float (param 'p0') and BFloat16 (param 'half')");
+  EXPECT_INVALID(
+      fully_shard(*model, alone()), "one dtype in a unit, but got Float (param 'p0') and BFloat16 (param 'half')");
 }
 
 TEST(BadInput, policys_nonsense_names_the_parameter) {
   auto model = chain(1);
   auto options = alone();
-  for (const plan::Block& block : {plan::rows(0), plan::elements(-3), plan::rows(5), plan::elements(17), plan::tile(2, 0)}) {
+  for (const plan::Block& block :
+       {plan::rows(0), plan::elements(-3), plan::rows(5), plan::elements(17), plan::tile(2, 0)}) {
     options.shard_policy = [&](const fsdp::ParamInfo&) { return block; };
     EXPECT_INVALID(fully_shard(model->child(0), options), "param 'p0'");
   }

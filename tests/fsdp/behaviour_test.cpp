@@ -51,14 +51,16 @@ TEST(Behaviour, two_forwards_before_a_backward) {
     auto loss = m.forward(input_of(rank, 0)) + 2.0 * m.forward(input_of(rank, 1));
     loss.backward();
   });
-  for (const std::optional<bool> reshard : {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
+  for (const std::optional<bool> reshard :
+       {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
     run_ranks(
         2,
         [&](comm::World& world) {
           auto model = make();
           auto root = shard_chain(*model, 3, plain(world, reshard));
           for (int repeat = 0; repeat < 2; ++repeat) {
-            auto loss = root->call(*model, input_of(world.rank(), 0)) + 2.0 * root->call(*model, input_of(world.rank(), 1));
+            auto loss =
+                root->call(*model, input_of(world.rank(), 0)) + 2.0 * root->call(*model, input_of(world.rank(), 1));
             loss.backward();
             expect_gradients(*root, world, want);
             EXPECT_EQ(root->stats().image_bytes_in_use, 0);
@@ -76,7 +78,8 @@ TEST(Behaviour, two_forwards_then_two_backwards_in_either_order) {
     m.forward(input_of(rank, 1)).backward();
   });
   for (const bool last_first : {false, true}) {
-    for (const std::optional<bool> reshard : {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
+    for (const std::optional<bool> reshard :
+         {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
       run_ranks(
           2,
           [&](comm::World& world) {
@@ -176,8 +179,8 @@ TEST(Behaviour, nested_units_and_a_unit_without_parameters) {
           names.push_back(unit->name());
         }
         EXPECT_EQ(
-            names, (std::vector<std::string>{
-                       "", "middle", "middle.inner", "middle.inner.a", "middle.inner.b", "last"}));
+            names,
+            (std::vector<std::string>{"", "middle", "middle.inner", "middle.inner.a", "middle.inner.b", "last"}));
         for (int step = 0; step < 3; ++step) {
           root->reset_peaks();
           root->call(*model, input_of(world.rank())).backward();
@@ -221,8 +224,10 @@ TEST(Behaviour, frozen_beside_trained_in_one_unit_then_unfrozen) {
     return root;
   };
   const auto run = [](Block& m, int rank) { m.forward(input_of(rank)).backward(); };
-  const auto frozen = mean_gradients(3, [&] { return make(true); }, run);
-  const auto thawed = mean_gradients(3, [&] { return make(false); }, run);
+  const auto frozen = mean_gradients(
+      3, [&] { return make(true); }, run);
+  const auto thawed = mean_gradients(
+      3, [&] { return make(false); }, run);
   run_ranks(
       3,
       [&](comm::World& world) {
@@ -268,9 +273,8 @@ TEST(Behaviour, a_failed_forward_or_backward_leaves_a_good_next_step) {
   struct Boom : std::runtime_error {
     Boom() : std::runtime_error("boom") {}
   };
-  const auto want = mean_gradients(2, [] { return chain(3); }, [](Block& m, int rank) {
-    m.forward(input_of(rank)).backward();
-  });
+  const auto want = mean_gradients(
+      2, [] { return chain(3); }, [](Block& m, int rank) { m.forward(input_of(rank)).backward(); });
   for (const bool in_backward : {false, true}) {
     for (const bool call_reset : {false, true}) {
       run_ranks(
@@ -318,8 +322,15 @@ TEST(Behaviour, freed_parameter_raises_an_error_that_names_it) {
         const std::vector<std::pair<const char*, std::function<void()>>> uses{
             {"mul", [&] { (weight * 2).sum(); }},
             {"sum", [&] { weight.sum(); }},
-            {"copy_", [&] { at::NoGradGuard g; weight.copy_(at::ones({4, 4})); }},
-            {"linear", [&] { at::linear(at::ones({1, 4}), weight); }},
+            {"copy_",
+             [&] {
+               at::NoGradGuard g;
+               weight.copy_(at::ones({4, 4}));
+             }},
+            {"linear",
+             [&] {
+               at::linear(at::ones({1, 4}), weight);
+             }},
             {"to", [&] { weight.to(at::kDouble); }},
             {"module.to", [&] { model->to(at::kDouble); }},
             {"item", [&] { weight[0][0].item<float>(); }}};
@@ -385,9 +396,7 @@ TEST(Behaviour, tied_parameters_inside_a_unit_are_one) {
     root->p.push_back(root->register_parameter("tied", root->p[0]));
     return root;
   };
-  const auto want = mean_gradients(2, make, [](Block& m, int rank) {
-    m.forward(input_of(rank)).backward();
-  });
+  const auto want = mean_gradients(2, make, [](Block& m, int rank) { m.forward(input_of(rank)).backward(); });
   run_ranks(
       2,
       [&](comm::World& world) {
@@ -402,9 +411,8 @@ TEST(Behaviour, tied_parameters_inside_a_unit_are_one) {
 }
 
 TEST(Behaviour, several_modules_in_one_unit) {
-  const auto want = mean_gradients(2, [] { return chain(2); }, [](Block& m, int rank) {
-    m.forward(input_of(rank)).backward();
-  });
+  const auto want = mean_gradients(
+      2, [] { return chain(2); }, [](Block& m, int rank) { m.forward(input_of(rank)).backward(); });
   run_ranks(
       2,
       [&](comm::World& world) {

@@ -19,7 +19,8 @@ struct Block : torch::nn::Module, fsdp::Shardable {
   using Forward = std::function<at::Tensor(Block&, const at::Tensor&)>;
 
   /// Parameters p0, p1, ... of these shapes, with values from their index.
-  Block(const std::vector<std::vector<int64_t>>& shapes, Forward forward_function) : function(std::move(forward_function)) {
+  Block(const std::vector<std::vector<int64_t>>& shapes, Forward forward_function)
+      : function(std::move(forward_function)) {
     for (std::size_t i = 0; i < shapes.size(); ++i) {
       at::Tensor value = at::zeros(shapes[i]);
       fsdp::fill_initial_values(
@@ -45,9 +46,9 @@ struct Block : torch::nn::Module, fsdp::Shardable {
 
 /// x -> tanh(x W^T), W of 4 x 4.
 inline std::shared_ptr<Block> linear_block() {
-  return std::make_shared<Block>(
-      std::vector<std::vector<int64_t>>{{4, 4}},
-      [](Block& b, const at::Tensor& x) { return at::tanh(at::linear(x, b.p[0])); });
+  return std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4, 4}}, [](Block& b, const at::Tensor& x) {
+    return at::tanh(at::linear(x, b.p[0]));
+  });
 }
 
 /// A root of `count` linear blocks in a row with a scale of its own; mean of the result.
@@ -62,7 +63,8 @@ inline std::shared_ptr<Block> chain(int count) {
 }
 
 inline at::Tensor input_of(int rank, int step = 0) {
-  return at::arange(8, at::kFloat).view({2, 4}) * 0.1 + static_cast<double>(rank) * 0.3 + static_cast<double>(step) * 0.05;
+  return at::arange(8, at::kFloat).view({2, 4}) * 0.1 + static_cast<double>(rank) * 0.3 +
+      static_cast<double>(step) * 0.05;
 }
 
 /// Shards the children, then the root.

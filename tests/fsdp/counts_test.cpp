@@ -126,16 +126,19 @@ class CopyRecorder {
   CopyRecorder() {
     handle_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback([](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
-          static const std::vector<std::string> kCopies{"aten::copy_", "aten::cat", "aten::clone", "aten::_to_copy",
+          static const std::vector<std::string> kCopies{"aten::copy_",      "aten::cat",
+                                                        "aten::clone",      "aten::_to_copy",
                                                         "aten::contiguous", "aten::split_with_sizes_copy",
-                                                        "aten::stack", "aten::_foreach_copy_"};
+                                                        "aten::stack",      "aten::_foreach_copy_"};
           if (std::find(kCopies.begin(), kCopies.end(), f.name()) == kCopies.end()) return nullptr;
           // Each of these ends in copy_ or cat; counting the leaves counts each byte once.
           if (std::string(f.name()) != "aten::copy_" && std::string(f.name()) != "aten::cat") return nullptr;
           if (f.inputs().empty() || !f.inputs()[0].isTensor()) return nullptr;
           current() += static_cast<Index>(f.inputs()[0].toTensor().nbytes());
           return nullptr;
-        }).needsInputs(true).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+        })
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
     current() = 0;
   }
   ~CopyRecorder() { at::removeCallback(handle_); }

@@ -44,13 +44,11 @@ std::vector<UnitTraits> units(int n) {
 }
 
 TEST(IssueList, gathers_run_one_unit_ahead_of_reductions) {
-  EXPECT_EQ(
-      text(build_issue_list(in_a_row(3), units(3), 1)), "AG3 AG2 RS3 free3 AG1 RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 1)), "AG3 AG2 RS3 free3 AG1 RS2 free2 RS1 free1 RS0 free0");
 }
 
 TEST(IssueList, depth_zero_gathers_on_demand) {
-  EXPECT_EQ(
-      text(build_issue_list(in_a_row(3), units(3), 0)), "AG3 RS3 free3 AG2 RS2 free2 AG1 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 0)), "AG3 RS3 free3 AG2 RS2 free2 AG1 RS1 free1 RS0 free0");
 }
 
 TEST(IssueList, depth_two_keeps_three_images) {
@@ -61,7 +59,7 @@ TEST(IssueList, depth_two_keeps_three_images) {
 
 TEST(IssueList, cursor_targets_cover_prefetch_and_reduction) {
   const IssueList list = build_issue_list(in_a_row(2), units(2), 1);  // AG2 AG1 RS2 free2 RS1 free1 RS0 free0
-  EXPECT_EQ(list.pre_backward, (std::vector<int>{1, 4, 2}));  // by call: root, unit 1, unit 2
+  EXPECT_EQ(list.pre_backward, (std::vector<int>{1, 4, 2}));          // by call: root, unit 1, unit 2
   EXPECT_EQ(list.post_backward, (std::vector<int>{8, 6, 4}));
   EXPECT_EQ(list.tail, 6);
 }
@@ -82,13 +80,12 @@ TEST(IssueList, root_that_reshards_is_gathered_first) {
 }
 
 TEST(IssueList, unit_called_twice_gathers_twice_and_reduces_once) {
-  const std::vector<ForwardEvent> events{
-      {true, 0, true}, {true, 1, true}, {false, 1, true}, {true, 2, true}, {false, 2, true},
-      {true, 1, true}, {false, 1, true}, {false, 0, true}};
+  const std::vector<ForwardEvent> events{{true, 0, true},  {true, 1, true}, {false, 1, true}, {true, 2, true},
+                                         {false, 2, true}, {true, 1, true}, {false, 1, true}, {false, 0, true}};
   EXPECT_EQ(text(build_issue_list(events, units(2), 1)), "AG1 AG2 free1 AG1 RS2 free2 RS1 free1 RS0 free0");
   // Back to back, the second gather can't move above the first reshard.
-  const std::vector<ForwardEvent> twice{
-      {true, 0, true}, {true, 1, true}, {false, 1, true}, {true, 1, true}, {false, 1, true}, {false, 0, true}};
+  const std::vector<ForwardEvent> twice{{true, 0, true}, {true, 1, true},  {false, 1, true},
+                                        {true, 1, true}, {false, 1, true}, {false, 0, true}};
   EXPECT_EQ(text(build_issue_list(twice, units(1), 2)), "AG1 free1 AG1 RS1 free1 RS0 free0");
 }
 
@@ -98,8 +95,7 @@ TEST(IssueList, nested_units_reduce_after_what_they_contain) {
                                          {true, 3, true},  {false, 3, true}, {false, 1, true}, {true, 4, true},
                                          {false, 4, true}, {false, 0, true}};
   EXPECT_EQ(
-      text(build_issue_list(events, units(4), 1)),
-      "AG4 AG1 RS4 free4 AG3 AG2 RS3 free3 RS2 free2 RS1 free1 RS0 free0");
+      text(build_issue_list(events, units(4), 1)), "AG4 AG1 RS4 free4 AG3 AG2 RS3 free3 RS2 free2 RS1 free1 RS0 free0");
 }
 
 TEST(IssueList, leaves_out_what_backward_cant_reach_and_frozen_units_reductions) {

@@ -26,9 +26,11 @@ std::shared_ptr<Block> model_of(const Choose& choose, int rank, int blocks = 3) 
     return y.mean();
   });
   for (int i = 0; i < blocks; ++i) {
-    root->add("layer" + std::to_string(i), std::make_shared<Block>(
-        std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {3, 5}},
-        [choose, rank, i](Block& b, const at::Tensor& x) { return choose(b, x, rank, i); }));
+    root->add(
+        "layer" + std::to_string(i),
+        std::make_shared<Block>(
+            std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {3, 5}},
+            [choose, rank, i](Block& b, const at::Tensor& x) { return choose(b, x, rank, i); }));
   }
   return root;
 }
@@ -112,8 +114,8 @@ TEST(Order, parameter_that_no_rank_used_keeps_no_gradient_and_isnt_decayed) {
   run_ranks(
       3,
       [](comm::World& world) {
-        auto model = model_of(
-            [](Block& b, const at::Tensor& x, int, int) { return at::linear(x, b.p[0]); }, world.rank());
+        auto model =
+            model_of([](Block& b, const at::Tensor& x, int, int) { return at::linear(x, b.p[0]); }, world.rank());
         auto root = shard_chain(*model, 3, plain(world, 3));
         optim::AdamW adamw(root, {.lr = 0.1, .weight_decay = 0.5});
         const at::Tensor unused = root->full_parameter("layer1.p2");

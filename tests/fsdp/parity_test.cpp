@@ -1,8 +1,7 @@
 // Sharded training equals unsharded training, bit for bit on the all-to-all route: loss, gradients, gradient norm and
 // parameters at each of ten steps. See design in docs/architecture.md, "Parity".
-#include <gtest/gtest.h>
-
 #include <ATen/ATen.h>
+#include <gtest/gtest.h>
 
 #include "ragged/optim/adamw.h"
 #include "ragged/optim/clip_grad.h"
@@ -29,8 +28,8 @@ struct Case {
   int forward_prefetch = 0;
   int backward_prefetch = 1;
 
-  // Three and more replicas are summed in Gloo's own order, and postponing the all-reduce sums shards over micro-batches
-  // first. AdamW makes much of such last bits, so it learns more slowly there.
+  // Three and more replicas are summed in Gloo's own order, and postponing the all-reduce sums shards over
+  // micro-batches first. AdamW makes much of such last bits, so it learns more slowly there.
   bool exact() const { return mesh.replicate <= 2 && !postpone_all_reduce; }
   double lr() const { return exact() ? 1e-2 : 1e-3; }
 };
@@ -38,9 +37,9 @@ struct Case {
 std::string to_string(const Case& c) {
   return fmt::format(
       "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} prefetch {}/{}", to_string(c.mesh),
-      c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype),
-      c10::toString(c.reduce_dtype), c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint,
-      c.rows, c.forward_prefetch, c.backward_prefetch);
+      c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype), c10::toString(c.reduce_dtype),
+      c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint, c.rows, c.forward_prefetch,
+      c.backward_prefetch);
 }
 
 // What each step of the reference gave, computed once and read by all ranks.
@@ -100,11 +99,13 @@ void expect_equal_pieces(
   for (const buffer::ShardedTensor& piece : pieces) {
     ASSERT_TRUE(whole.count(piece.name)) << what << " " << piece.name << " exists only in the sharded run";
     ++found;
-    const at::Tensor want =
-        whole.at(piece.name).reshape({-1}).narrow(0, piece.owned.begin, piece.owned.size()).to(piece.local.scalar_type());
+    const at::Tensor want = whole.at(piece.name)
+                                .reshape({-1})
+                                .narrow(0, piece.owned.begin, piece.owned.size())
+                                .to(piece.local.scalar_type());
     if (exact) {
-      ASSERT_TRUE(at::equal(piece.local, want)) << what << " " << piece.name << " differs by "
-                                                << (piece.local - want).abs().max().item<double>();
+      ASSERT_TRUE(at::equal(piece.local, want))
+          << what << " " << piece.name << " differs by " << (piece.local - want).abs().max().item<double>();
     } else if (want.numel() > 0) {
       const double scale = whole.at(piece.name).norm().item<double>();
       ASSERT_LE((piece.local - want).norm().item<double>(), 2e-6 * scale + 1e-12) << what << " " << piece.name;
@@ -164,14 +165,17 @@ const std::vector<MeshShape> kMeshes{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 1}, {3,
 
 TEST(Parity, holds_on_every_mesh_with_and_without_resharding) {
   for (const MeshShape& mesh : kMeshes) {
-    for (const std::optional<bool> reshard : {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
+    for (const std::optional<bool> reshard :
+         {std::optional<bool>(), std::optional<bool>(true), std::optional<bool>(false)}) {
       run({.mesh = mesh, .reshard = reshard});
       if (HasFatalFailure()) return;
     }
   }
 }
 
-TEST(Parity, holds_at_a_prime_world) { run({.mesh = {1, 7}}); }
+TEST(Parity, holds_at_a_prime_world) {
+  run({.mesh = {1, 7}});
+}
 
 TEST(Parity, holds_in_mixed_precision) {
   for (const MeshShape& mesh : kMeshes) {
@@ -204,7 +208,12 @@ TEST(Parity, holds_with_activation_checkpointing) {
   for (const MeshShape& mesh : kMeshes) {
     run({.mesh = mesh, .checkpoint = true});
     if (HasFatalFailure()) return;
-    run({.mesh = mesh, .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .micro_batches = 2, .checkpoint = true});
+    run(
+        {.mesh = mesh,
+         .param_dtype = at::kBFloat16,
+         .reduce_dtype = at::kFloat,
+         .micro_batches = 2,
+         .checkpoint = true});
     if (HasFatalFailure()) return;
   }
 }

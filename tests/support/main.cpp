@@ -1,7 +1,6 @@
 // One thread a rank: ranks are threads already, and sums must not depend on the machine.
-#include <gtest/gtest.h>
-
 #include <ATen/Parallel.h>
+#include <gtest/gtest.h>
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);

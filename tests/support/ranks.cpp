@@ -11,8 +11,7 @@
 
 namespace ragged::test {
 
-void run_ranks(
-    int world_size, const std::function<void(comm::World&)>& body, const comm::WorldOptions& options) {
+void run_ranks(int world_size, const std::function<void(comm::World&)>& body, const comm::WorldOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::exception_ptr first;
   std::mutex mutex;
@@ -44,6 +43,8 @@ layout::Mesh MeshShape::mesh() const {
   return replicate == 1 ? layout::Mesh::shard(shard) : layout::Mesh::hybrid(replicate, shard);
 }
 
-std::string to_string(const MeshShape& shape) { return fmt::format("{}x{}", shape.replicate, shape.shard); }
+std::string to_string(const MeshShape& shape) {
+  return fmt::format("{}x{}", shape.replicate, shape.shard);
+}
 
 }  // namespace ragged::test

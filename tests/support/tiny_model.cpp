@@ -5,7 +5,9 @@
 namespace ragged::test {
 namespace {
 
-at::Tensor parameter(at::IntArrayRef sizes) { return at::zeros(sizes).requires_grad_(true); }
+at::Tensor parameter(at::IntArrayRef sizes) {
+  return at::zeros(sizes).requires_grad_(true);
+}
 
 }  // namespace
 
@@ -25,8 +27,7 @@ at::Tensor TinyBlock::forward(const at::Tensor& x) {
   const int64_t sequence = x.size(1);
   const int64_t d = x.size(2);
   const at::Tensor h = at::rms_norm(x, {d}, norm, 1e-5);
-  const at::Tensor parts =
-      at::linear(h, qkv).view({batch, sequence, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
+  const at::Tensor parts = at::linear(h, qkv).view({batch, sequence, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
   const at::Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
   const at::Tensor y = x + at::linear(attended.transpose(1, 2).reshape({batch, sequence, d}), out);
   return y + at::linear(at::silu(at::linear(y, up, up_bias)), down);
@@ -64,8 +65,8 @@ Batch make_batch(const TinyConfig& config, int step, int rank, int micro_batch) 
   constexpr int64_t kBatch = 2;
   constexpr int64_t kSequence = 5;
   std::vector<int64_t> ids;
-  std::uint64_t state =
-      static_cast<std::uint64_t>(step) * 1000003U + static_cast<std::uint64_t>(rank) * 10007U + static_cast<std::uint64_t>(micro_batch) * 101U + 1U;
+  std::uint64_t state = static_cast<std::uint64_t>(step) * 1000003U + static_cast<std::uint64_t>(rank) * 10007U +
+      static_cast<std::uint64_t>(micro_batch) * 101U + 1U;
   for (int64_t i = 0; i < kBatch * (kSequence + 1); ++i) {
     state = state * 6364136223846793005U + 1442695040888963407U;
     ids.push_back(static_cast<int64_t>((state >> 33) % static_cast<std::uint64_t>(config.vocab)));
