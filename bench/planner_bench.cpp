@@ -47,15 +47,12 @@ std::vector<Bucket> buckets_of(const Llama& model, Index rows_per_block) {
     buckets.push_back(
         {matrix("wq", model.hidden, model.hidden), matrix("wk", model.key_value, model.hidden),
          matrix("wv", model.key_value, model.hidden), matrix("wo", model.hidden, model.hidden),
-         matrix("w1", model.intermediate, model.hidden),
-         matrix("w3", model.intermediate, model.hidden),
-         matrix("w2", model.hidden, model.intermediate),
-         vector_param(prefix + "attention_norm", model.hidden),
+         matrix("w1", model.intermediate, model.hidden), matrix("w3", model.intermediate, model.hidden),
+         matrix("w2", model.hidden, model.intermediate), vector_param(prefix + "attention_norm", model.hidden),
          vector_param(prefix + "ffn_norm", model.hidden)});
   }
   buckets.push_back(
-      {vector_param("norm", model.hidden),
-       matrix_param("head", model.vocabulary, model.hidden, rows_per_block)});
+      {vector_param("norm", model.hidden), matrix_param("head", model.vocabulary, model.hidden, rows_per_block)});
   return buckets;
 }
 
@@ -77,12 +74,10 @@ std::vector<Bucket> gpt_oss_buckets(Index rows_per_block) {
       return param;
     };
     buckets.push_back(
-        {vector_param(prefix + "sinks", 64), matrix("q", 4096, 2880),
-         vector_param(prefix + "q_bias", 4096), matrix("k", 512, 2880),
-         vector_param(prefix + "k_bias", 512), matrix("v", 512, 2880),
-         vector_param(prefix + "v_bias", 512), matrix("o", 2880, 4096),
-         vector_param(prefix + "o_bias", 2880), matrix("router", 128, 2880),
-         vector_param(prefix + "router_bias", 128), experts("gate_up", 2880, 5760),
+        {vector_param(prefix + "sinks", 64), matrix("q", 4096, 2880), vector_param(prefix + "q_bias", 4096),
+         matrix("k", 512, 2880), vector_param(prefix + "k_bias", 512), matrix("v", 512, 2880),
+         vector_param(prefix + "v_bias", 512), matrix("o", 2880, 4096), vector_param(prefix + "o_bias", 2880),
+         matrix("router", 128, 2880), vector_param(prefix + "router_bias", 128), experts("gate_up", 2880, 5760),
          vector_param(prefix + "gate_up_bias", 128 * 5760), experts("down", 2880, 2880),
          vector_param(prefix + "down_bias", 128 * 2880), vector_param(prefix + "input_norm", 2880),
          vector_param(prefix + "post_norm", 2880)});
@@ -109,8 +104,7 @@ void run(benchmark::State& state, const std::vector<Bucket>& buckets, int world_
     }
   }
   const auto percent_over = [&](Index numel) {
-    return 100.0 * static_cast<double>(numel - (image - padding)) /
-        static_cast<double>(image - padding);
+    return 100.0 * static_cast<double>(numel - (image - padding)) / static_cast<double>(image - padding);
   };
   state.counters["padding_percent"] = percent_over(image);
   state.counters["bound_percent"] = percent_over(lower_bound);

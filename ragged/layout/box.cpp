@@ -71,8 +71,8 @@ std::vector<Box> boxes(std::span<const Index> shape, Interval interval) {
   if (interval.empty()) return {};
   RAGGED_CHECK(
       interval.begin >= 0 && interval.end <= numel,
-      "[boxes] Expected an interval within the tensor's {} elements, but got [{}, {}).", numel,
-      interval.begin, interval.end);
+      "[boxes] Expected an interval within the tensor's {} elements, but got [{}, {}).", numel, interval.begin,
+      interval.end);
   if (shape.empty()) return {Box{}};
   BoxCover cover(shape);
   cover.cover(0, interval);
@@ -81,17 +81,14 @@ std::vector<Box> boxes(std::span<const Index> shape, Interval interval) {
 
 std::optional<Box> intersect(const Box& a, const Box& b) {
   RAGGED_CHECK(
-      a.offset.size() == a.size.size() && b.offset.size() == b.size.size() &&
-          a.offset.size() == b.offset.size(),
-      "[intersect] Expected boxes of equal rank, but got {} and {} dims.", a.offset.size(),
-      b.offset.size());
+      a.offset.size() == a.size.size() && b.offset.size() == b.size.size() && a.offset.size() == b.offset.size(),
+      "[intersect] Expected boxes of equal rank, but got {} and {} dims.", a.offset.size(), b.offset.size());
   Box common;
   common.offset.reserve(a.offset.size());
   common.size.reserve(a.offset.size());
   for (std::size_t dim = 0; dim < a.offset.size(); ++dim) {
     const Interval part = intersect(
-        Interval{a.offset[dim], a.offset[dim] + a.size[dim]},
-        Interval{b.offset[dim], b.offset[dim] + b.size[dim]});
+        Interval{a.offset[dim], a.offset[dim] + a.size[dim]}, Interval{b.offset[dim], b.offset[dim] + b.size[dim]});
     if (part.empty()) return std::nullopt;
     common.offset.push_back(part.begin);
     common.size.push_back(part.size());
@@ -103,15 +100,15 @@ Interval flat_interval(std::span<const Index> shape, const Box& box) {
   checked_product(shape);
   RAGGED_CHECK(
       box.offset.size() == shape.size() && box.size.size() == shape.size(),
-      "[flat_interval] Expected a box of {} dims, but got {} offsets and {} sizes.", shape.size(),
-      box.offset.size(), box.size.size());
+      "[flat_interval] Expected a box of {} dims, but got {} offsets and {} sizes.", shape.size(), box.offset.size(),
+      box.size.size());
   bool is_empty = false;
   for (std::size_t dim = 0; dim < shape.size(); ++dim) {
     RAGGED_CHECK(
         box.offset[dim] >= 0 && box.size[dim] >= 0 && box.size[dim] <= shape[dim] &&
             box.offset[dim] <= shape[dim] - box.size[dim],
-        "[flat_interval] Expected a box within the shape [{}], but got offset [{}], size [{}].",
-        fmt::join(shape, ", "), fmt::join(box.offset, ", "), fmt::join(box.size, ", "));
+        "[flat_interval] Expected a box within the shape [{}], but got offset [{}], size [{}].", fmt::join(shape, ", "),
+        fmt::join(box.offset, ", "), fmt::join(box.size, ", "));
     is_empty = is_empty || box.size[dim] == 0;
   }
   if (is_empty) return {};

@@ -17,16 +17,12 @@ int checked_size(std::span<const MeshDim> dims) {
   std::unordered_set<std::string_view> names;
   for (const MeshDim& dim : dims) {
     RAGGED_CHECK(!dim.name.empty(), "[mesh] Expected a name for every dim, but got an empty one.");
-    RAGGED_CHECK(
-        names.insert(dim.name).second, "[mesh] Expected distinct dim names, but got '{}' twice.",
-        dim.name);
-    RAGGED_CHECK(
-        dim.size >= 1, "[mesh] Expected a size of at least 1, but got {} (dim '{}').", dim.size,
-        dim.name);
+    RAGGED_CHECK(names.insert(dim.name).second, "[mesh] Expected distinct dim names, but got '{}' twice.", dim.name);
+    RAGGED_CHECK(dim.size >= 1, "[mesh] Expected a size of at least 1, but got {} (dim '{}').", dim.size, dim.name);
     size *= dim.size;
     RAGGED_CHECK(
-        size <= std::numeric_limits<int>::max(),
-        "[mesh] Expected fewer than 2^31 ranks, but got more (dim '{}').", dim.name);
+        size <= std::numeric_limits<int>::max(), "[mesh] Expected fewer than 2^31 ranks, but got more (dim '{}').",
+        dim.name);
   }
   return static_cast<int>(size);
 }
@@ -40,44 +36,38 @@ std::vector<int> first_ranks(int count) {
 // Distance in the mesh between neighbours along `dim`.
 int stride(std::span<const MeshDim> dims, int dim) {
   int product = 1;
-  for (std::size_t d = static_cast<std::size_t>(dim) + 1; d < dims.size(); ++d)
-    product *= dims[d].size;
+  for (std::size_t d = static_cast<std::size_t>(dim) + 1; d < dims.size(); ++d) product *= dims[d].size;
   return product;
 }
 
 void check_dim(std::span<const MeshDim> dims, int dim) {
   RAGGED_CHECK(
-      dim >= 0 && dim < static_cast<int>(dims.size()),
-      "[mesh] Expected a dim in [0, {}), but got {}.", dims.size(), dim);
+      dim >= 0 && dim < static_cast<int>(dims.size()), "[mesh] Expected a dim in [0, {}), but got {}.", dims.size(),
+      dim);
 }
 
 int position(const std::vector<int>& ranks, int rank) {
-  const bool is_own_position = rank >= 0 && rank < static_cast<int>(ranks.size()) &&
-      ranks[static_cast<std::size_t>(rank)] == rank;
+  const bool is_own_position =
+      rank >= 0 && rank < static_cast<int>(ranks.size()) && ranks[static_cast<std::size_t>(rank)] == rank;
   if (is_own_position) return rank;
   const auto found = std::find(ranks.begin(), ranks.end(), rank);
-  RAGGED_CHECK(
-      found != ranks.end(), "[mesh] Expected a rank of the mesh, but got {} ({} ranks).", rank,
-      ranks.size());
+  RAGGED_CHECK(found != ranks.end(), "[mesh] Expected a rank of the mesh, but got {} ({} ranks).", rank, ranks.size());
   return static_cast<int>(found - ranks.begin());
 }
 
 }  // namespace
 
-Mesh::Mesh(std::vector<MeshDim> dims)
-    : dims_(std::move(dims)), ranks_(first_ranks(checked_size(dims_))) {}
+Mesh::Mesh(std::vector<MeshDim> dims) : dims_(std::move(dims)), ranks_(first_ranks(checked_size(dims_))) {}
 
-Mesh::Mesh(std::vector<MeshDim> dims, std::vector<int> ranks)
-    : dims_(std::move(dims)), ranks_(std::move(ranks)) {
+Mesh::Mesh(std::vector<MeshDim> dims, std::vector<int> ranks) : dims_(std::move(dims)), ranks_(std::move(ranks)) {
   const int size = checked_size(dims_);
   RAGGED_CHECK(
-      static_cast<int>(ranks_.size()) == size,
-      "[mesh] Expected {} ranks, the product of the sizes, but got {}.", size, ranks_.size());
+      static_cast<int>(ranks_.size()) == size, "[mesh] Expected {} ranks, the product of the sizes, but got {}.", size,
+      ranks_.size());
   std::unordered_set<int> seen;
   for (int rank : ranks_) {
     RAGGED_CHECK(rank >= 0, "[mesh] Expected ranks >= 0, but got {}.", rank);
-    RAGGED_CHECK(
-        seen.insert(rank).second, "[mesh] Expected distinct ranks, but got {} twice.", rank);
+    RAGGED_CHECK(seen.insert(rank).second, "[mesh] Expected distinct ranks, but got {} twice.", rank);
   }
 }
 
@@ -95,14 +85,12 @@ int Mesh::size(int dim) const {
 }
 
 int Mesh::find(std::string_view name) const {
-  const auto found = std::find_if(
-      dims_.begin(), dims_.end(), [&](const MeshDim& dim) { return dim.name == name; });
+  const auto found = std::find_if(dims_.begin(), dims_.end(), [&](const MeshDim& dim) { return dim.name == name; });
   return found == dims_.end() ? -1 : static_cast<int>(found - dims_.begin());
 }
 
 int Mesh::find(DimRole role) const {
-  const auto found = std::find_if(
-      dims_.begin(), dims_.end(), [&](const MeshDim& dim) { return dim.role == role; });
+  const auto found = std::find_if(dims_.begin(), dims_.end(), [&](const MeshDim& dim) { return dim.role == role; });
   return found == dims_.end() ? -1 : static_cast<int>(found - dims_.begin());
 }
 
@@ -119,8 +107,7 @@ std::vector<int> Mesh::coordinates(int rank) const {
 std::vector<int> Mesh::group(int dim, int rank) const {
   check_dim(dims_, dim);
   const int step = stride(dims_, dim);
-  const int first =
-      position(ranks_, rank) - coordinates(rank)[static_cast<std::size_t>(dim)] * step;
+  const int first = position(ranks_, rank) - coordinates(rank)[static_cast<std::size_t>(dim)] * step;
   std::vector<int> result;
   for (int i = 0; i < size(dim); ++i) {
     result.push_back(ranks_[static_cast<std::size_t>(first + i * step)]);

@@ -20,8 +20,7 @@ std::vector<Index> checked_units(int dims, std::vector<Index> units) {
   for (std::size_t rank = 0; rank < units.size(); ++rank) {
     const Index unit = units[rank];
     RAGGED_CHECK(
-        unit >= 0, "[RaggedShard] Expected local units >= 0, but got {} (rank {} of {}).", unit,
-        rank, units.size());
+        unit >= 0, "[RaggedShard] Expected local units >= 0, but got {} (rank {} of {}).", unit, rank, units.size());
     RAGGED_CHECK(
         unit <= std::numeric_limits<Index>::max() - sum,
         "[RaggedShard] Expected local units with a sum below 2^63, but got more.");
@@ -87,8 +86,7 @@ RaggedShard::RaggedShard(int dims, std::vector<Index> local_units)
 StridedRaggedShard::StridedRaggedShard(int dims, std::vector<Index> local_units, int split_factor)
     : ragged_(dims, std::move(local_units)), split_factor_(split_factor) {
   RAGGED_CHECK(
-      split_factor >= 1, "[StridedRaggedShard] Expected a split factor of at least 1, but got {}.",
-      split_factor);
+      split_factor >= 1, "[StridedRaggedShard] Expected a split factor of at least 1, but got {}.", split_factor);
 }
 
 std::string to_string(const Placement& placement) {
@@ -98,8 +96,7 @@ std::string to_string(const Placement& placement) {
           [](const Shard& p) { return fmt::format("Shard(dim={})", p.dim); },
           [](const Partial& p) { return fmt::format("Partial({})", name(p.op)); },
           [](const RaggedShard& p) {
-            return fmt::format(
-                "RaggedShard(dims={}, units=[{}])", p.dims(), fmt::join(p.local_units(), ", "));
+            return fmt::format("RaggedShard(dims={}, units=[{}])", p.dims(), fmt::join(p.local_units(), ", "));
           },
           [](const StridedRaggedShard& p) {
             return fmt::format(
@@ -115,8 +112,7 @@ std::size_t hash_value(const Placement& placement) {
   std::visit(
       Overloaded{
           [](const Replicate&) {}, [&](const Shard& p) { hasher.add(p.dim); },
-          [&](const Partial& p) { hasher.add(static_cast<Index>(p.op)); },
-          [&](const RaggedShard& p) { hasher.add(p); },
+          [&](const Partial& p) { hasher.add(static_cast<Index>(p.op)); }, [&](const RaggedShard& p) { hasher.add(p); },
           [&](const StridedRaggedShard& p) {
             hasher.add(p.ragged());
             hasher.add(p.split_factor());
@@ -127,12 +123,12 @@ std::size_t hash_value(const Placement& placement) {
 
 Interval ragged_interval(std::span<const Index> shape, const RaggedShard& placement, int rank) {
   RAGGED_CHECK(
-      rank >= 0 && rank < placement.world_size(),
-      "[ragged_interval] Expected a rank in [0, {}), but got {}.", placement.world_size(), rank);
+      rank >= 0 && rank < placement.world_size(), "[ragged_interval] Expected a rank in [0, {}), but got {}.",
+      placement.world_size(), rank);
   RAGGED_CHECK(
       placement.dims() <= static_cast<int>(shape.size()),
-      "[ragged_interval] Expected at most {} dims for the shape [{}], but got dims={}.",
-      shape.size(), fmt::join(shape, ", "), placement.dims());
+      "[ragged_interval] Expected at most {} dims for the shape [{}], but got dims={}.", shape.size(),
+      fmt::join(shape, ", "), placement.dims());
   const Index numel = checked_product(shape);
   const std::vector<Index>& units = placement.local_units();
   const Index total = std::accumulate(units.begin(), units.end(), Index{0});
@@ -179,15 +175,12 @@ RaggedShard ragged_from_intervals(std::span<const Index> shape, std::span<const 
   if (numel == 0) return RaggedShard(1, std::move(units));
 
   const auto cuts_rows = [&](Index row) {
-    return std::any_of(by_rank.begin(), by_rank.end(), [&](Interval interval) {
-      return interval.size() % row != 0;
-    });
+    return std::any_of(by_rank.begin(), by_rank.end(), [&](Interval interval) { return interval.size() % row != 0; });
   };
   std::size_t dims = 0;
   while (cuts_rows(row_size(shape, dims))) ++dims;  // ends at rows of one element
   const Index row = row_size(shape, dims);
-  for (std::size_t rank = 0; rank < by_rank.size(); ++rank)
-    units[rank] = by_rank[rank].size() / row;
+  for (std::size_t rank = 0; rank < by_rank.size(); ++rank) units[rank] = by_rank[rank].size() / row;
   return RaggedShard(static_cast<int>(dims), std::move(units));
 }
 
@@ -195,14 +188,11 @@ LocalShard shard_local(std::span<const Index> shape, int dim, int world_size, in
   checked_product(shape);
   RAGGED_CHECK(
       dim >= 0 && dim < static_cast<int>(shape.size()),
-      "[shard_local] Expected a dim in [0, {}) for the shape [{}], but got {}.", shape.size(),
-      fmt::join(shape, ", "), dim);
+      "[shard_local] Expected a dim in [0, {}) for the shape [{}], but got {}.", shape.size(), fmt::join(shape, ", "),
+      dim);
+  RAGGED_CHECK(world_size >= 1, "[shard_local] Expected a world size of at least 1, but got {}.", world_size);
   RAGGED_CHECK(
-      world_size >= 1, "[shard_local] Expected a world size of at least 1, but got {}.",
-      world_size);
-  RAGGED_CHECK(
-      rank >= 0 && rank < world_size, "[shard_local] Expected a rank in [0, {}), but got {}.",
-      world_size, rank);
+      rank >= 0 && rank < world_size, "[shard_local] Expected a rank in [0, {}), but got {}.", world_size, rank);
   LocalShard local{std::vector<Index>(shape.begin(), shape.end()), 0};
   Index& size = local.shape[static_cast<std::size_t>(dim)];
   const Index piece = size / world_size + (size % world_size != 0 ? 1 : 0);
@@ -213,12 +203,11 @@ LocalShard shard_local(std::span<const Index> shape, int dim, int world_size, in
 }
 
 Index raise_block_for_shard(std::span<const Index> local_shape, Index block, int dim) {
-  RAGGED_CHECK(
-      block >= 1, "[raise_block_for_shard] Expected a block of at least 1, but got {}.", block);
+  RAGGED_CHECK(block >= 1, "[raise_block_for_shard] Expected a block of at least 1, but got {}.", block);
   RAGGED_CHECK(
       dim >= 0 && dim < static_cast<int>(local_shape.size()),
-      "[raise_block_for_shard] Expected a dim in [0, {}) for the shape [{}], but got {}.",
-      local_shape.size(), fmt::join(local_shape, ", "), dim);
+      "[raise_block_for_shard] Expected a dim in [0, {}) for the shape [{}], but got {}.", local_shape.size(),
+      fmt::join(local_shape, ", "), dim);
   const Index numel = checked_product(local_shape);
   if (dim == 0 || numel == 0) return block;
   const Index traversal = row_size(local_shape, static_cast<std::size_t>(dim));

@@ -22,9 +22,7 @@ Matrix matrix_of(std::span<const Index> shape) {
   return {.rows = rows, .columns = columns, .restart = rank > 2 ? rows * columns : 0};
 }
 
-BlockExtent strip(
-    const Block& block, std::span<const Index> shape, const Matrix& matrix,
-    std::string_view param) {
+BlockExtent strip(const Block& block, std::span<const Index> shape, const Matrix& matrix, std::string_view param) {
   RAGGED_CHECK(
       block.count <= matrix.rows,
       "[block] Expected at most the {} rows of one matrix of the shape [{}], but got {} (param "

@@ -17,20 +17,19 @@ std::size_t at(Index i) {
 
 void check_rank(const BucketPlan& plan, int rank) {
   RAGGED_CHECK(
-      rank >= 0 && rank < plan.world_size, "[plan] Expected a rank in [0, {}), but got {}.",
-      plan.world_size, rank);
+      rank >= 0 && rank < plan.world_size, "[plan] Expected a rank in [0, {}), but got {}.", plan.world_size, rank);
 }
 
 void check_param(const BucketPlan& plan, int param) {
   RAGGED_CHECK(
-      param >= 0 && at(param) < plan.params.size(),
-      "[plan] Expected a parameter in [0, {}), but got {}.", plan.params.size(), param);
+      param >= 0 && at(param) < plan.params.size(), "[plan] Expected a parameter in [0, {}), but got {}.",
+      plan.params.size(), param);
 }
 
 void check_num_segments(const BucketPlan& plan, int num_segments) {
   RAGGED_CHECK(
-      num_segments >= 0 && at(num_segments) <= plan.segments.size(),
-      "[plan] Expected at most {} segments, but got {}.", plan.segments.size(), num_segments);
+      num_segments >= 0 && at(num_segments) <= plan.segments.size(), "[plan] Expected at most {} segments, but got {}.",
+      plan.segments.size(), num_segments);
 }
 
 Interval relative(Interval part, Index start) {
@@ -94,8 +93,8 @@ Index BucketPlan::image_numel(int num_segments) const {
 }
 
 int BucketPlan::num_trainable_segments() const {
-  return static_cast<int>(std::count_if(
-      segments.begin(), segments.end(), [](const Segment& segment) { return segment.trainable; }));
+  return static_cast<int>(
+      std::count_if(segments.begin(), segments.end(), [](const Segment& segment) { return segment.trainable; }));
 }
 
 Index BucketPlan::padding() const {
@@ -135,13 +134,11 @@ int BucketPlan::segment_of(int param) const {
   // look.
   const auto start_of = [&](int i) { return starts[at(i)]; };
   for (std::size_t i = 0; i < segments.size(); ++i) {
-    const auto same_start =
-        std::ranges::equal_range(segments[i].params, starts[at(param)], {}, start_of);
+    const auto same_start = std::ranges::equal_range(segments[i].params, starts[at(param)], {}, start_of);
     if (std::ranges::find(same_start, param) != same_start.end()) return static_cast<int>(i);
   }
   RAGGED_CHECK(
-      false,
-      "[plan] Expected every parameter in a segment, but got none that holds it (param '{}').",
+      false, "[plan] Expected every parameter in a segment, but got none that holds it (param '{}').",
       params[at(param)].name);
   return -1;
 }
@@ -225,20 +222,17 @@ std::string to_string(const BucketPlan& plan) {
   std::string text = fmt::format(
       "plan for {} ranks: {} parameters, {} segments, image {} elements ({} padding, lower bound "
       "{})\n",
-      plan.world_size, plan.params.size(), plan.segments.size(), plan.image_numel(), plan.padding(),
-      plan.lower_bound);
+      plan.world_size, plan.params.size(), plan.segments.size(), plan.image_numel(), plan.padding(), plan.lower_bound);
   for (const Segment& segment : plan.segments) {
     text += fmt::format(
-        "{} {} segment [{}, {}), shard {}\n", segment.trainable ? "trainable" : "frozen",
-        name(segment.kind), segment.image_offset, segment.image_offset + segment.numel,
-        segment.shard_size);
+        "{} {} segment [{}, {}), shard {}\n", segment.trainable ? "trainable" : "frozen", name(segment.kind),
+        segment.image_offset, segment.image_offset + segment.numel, segment.shard_size);
     for (int i : segment.params) {
       const ParamSpec& param = plan.params[at(i)];
       const Interval whole = plan.image_interval(i);
       text += fmt::format(
-          "  {} [{}] at [{}, {}), block {}{}\n", param.name, fmt::join(param.shape, ", "),
-          whole.begin, whole.end, param.block,
-          param.restart > 0 ? fmt::format(" anew every {}", param.restart) : "");
+          "  {} [{}] at [{}, {}), block {}{}\n", param.name, fmt::join(param.shape, ", "), whole.begin, whole.end,
+          param.block, param.restart > 0 ? fmt::format(" anew every {}", param.restart) : "");
     }
   }
   return text;

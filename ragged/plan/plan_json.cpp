@@ -44,8 +44,7 @@ class Node {
   /// The members of an object that must have exactly these many.
   void expect_object(std::size_t num_members) const {
     RAGGED_CHECK(
-        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_,
-        value_.type_name());
+        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_, value_.type_name());
     RAGGED_CHECK(
         value_.size() == num_members,
         "[plan_from_json] Expected {} members at {}, but got {}. Was the plan written by another "
@@ -55,19 +54,14 @@ class Node {
 
   Node member(std::string_view name) const {
     RAGGED_CHECK(
-        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_,
-        value_.type_name());
+        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_, value_.type_name());
     const auto found = value_.find(std::string(name));
-    RAGGED_CHECK(
-        found != value_.end(), "[plan_from_json] Expected a member '{}' at {}, but got none.", name,
-        path_);
+    RAGGED_CHECK(found != value_.end(), "[plan_from_json] Expected a member '{}' at {}, but got none.", name, path_);
     return {*found, fmt::format("{}.{}", path_, name)};
   }
 
   std::size_t array_size() const {
-    RAGGED_CHECK(
-        value_.is_array(), "[plan_from_json] Expected an array at {}, but got {}.", path_,
-        value_.type_name());
+    RAGGED_CHECK(value_.is_array(), "[plan_from_json] Expected an array at {}, but got {}.", path_, value_.type_name());
     return value_.size();
   }
 
@@ -75,29 +69,26 @@ class Node {
 
   Index integer(Index low = 0, Index high = std::numeric_limits<Index>::max()) const {
     RAGGED_CHECK(
-        value_.is_number_integer(), "[plan_from_json] Expected an integer at {}, but got {}.",
-        path_, value_.type_name());
-    const bool is_too_large = value_.is_number_unsigned() &&
-        value_.get<std::uint64_t>() > static_cast<std::uint64_t>(high);
+        value_.is_number_integer(), "[plan_from_json] Expected an integer at {}, but got {}.", path_,
+        value_.type_name());
+    const bool is_too_large =
+        value_.is_number_unsigned() && value_.get<std::uint64_t>() > static_cast<std::uint64_t>(high);
     const Index number = is_too_large ? high : value_.get<Index>();
     RAGGED_CHECK(
         !is_too_large && low <= number && number <= high,
-        "[plan_from_json] Expected an integer from {} to {} at {}, but got {}.", low, high, path_,
-        value_.dump());
+        "[plan_from_json] Expected an integer from {} to {} at {}, but got {}.", low, high, path_, value_.dump());
     return number;
   }
 
   bool boolean() const {
     RAGGED_CHECK(
-        value_.is_boolean(), "[plan_from_json] Expected true or false at {}, but got {}.", path_,
-        value_.type_name());
+        value_.is_boolean(), "[plan_from_json] Expected true or false at {}, but got {}.", path_, value_.type_name());
     return value_.get<bool>();
   }
 
   std::string string() const {
     RAGGED_CHECK(
-        value_.is_string(), "[plan_from_json] Expected a string at {}, but got {}.", path_,
-        value_.type_name());
+        value_.is_string(), "[plan_from_json] Expected a string at {}, but got {}.", path_, value_.type_name());
     return value_.get<std::string>();
   }
 
@@ -112,9 +103,8 @@ Json write(const ParamSpec& param, Index start) {
 }
 
 Json write(const Segment& segment) {
-  Json json{{"kind", kind_name(segment.kind)}, {"image_offset", segment.image_offset},
-            {"numel", segment.numel},          {"shard_size", segment.shard_size},
-            {"trainable", segment.trainable},  {"params", segment.params}};
+  Json json{{"kind", kind_name(segment.kind)},  {"image_offset", segment.image_offset}, {"numel", segment.numel},
+            {"shard_size", segment.shard_size}, {"trainable", segment.trainable},       {"params", segment.params}};
   // Of a uniform segment they follow from the shard size, and a thousand ranks' would swamp the
   // file.
   if (segment.kind != SegmentKind::kUniform) {
@@ -146,22 +136,21 @@ SegmentKind read_kind(const Node& node) {
     if (name == text) return value;
   }
   RAGGED_CHECK(
-      false, "[plan_from_json] Expected one of 'uniform', 'ragged', 'opaque' at {}, but got '{}'.",
-      node.path(), text);
+      false, "[plan_from_json] Expected one of 'uniform', 'ragged', 'opaque' at {}, but got '{}'.", node.path(), text);
   return SegmentKind::kUniform;
 }
 
 std::vector<Interval> read_owners(const Node& node, int world_size) {
   RAGGED_CHECK(
       node.array_size() == static_cast<std::size_t>(world_size),
-      "[plan_from_json] Expected {} intervals at {}, one a rank, but got {}.", world_size,
-      node.path(), node.array_size());
+      "[plan_from_json] Expected {} intervals at {}, one a rank, but got {}.", world_size, node.path(),
+      node.array_size());
   std::vector<Interval> owners;
   for (std::size_t i = 0; i < node.array_size(); ++i) {
     const Node own = node.element(i);
     RAGGED_CHECK(
-        own.array_size() == 2, "[plan_from_json] Expected two integers at {}, but got {} values.",
-        own.path(), own.array_size());
+        own.array_size() == 2, "[plan_from_json] Expected two integers at {}, but got {} values.", own.path(),
+        own.array_size());
     owners.push_back({own.element(0).integer(), own.element(1).integer()});
   }
   return owners;
@@ -170,9 +159,8 @@ std::vector<Interval> read_owners(const Node& node, int world_size) {
 std::vector<Interval> uniform_owners(const Node& node, const Segment& segment, int world_size) {
   const Index limit = (std::numeric_limits<Index>::max() - segment.image_offset) / world_size;
   RAGGED_CHECK(
-      segment.shard_size <= limit,
-      "[plan_from_json] Expected a shard size of at most {} at {}, but got {}.", limit, node.path(),
-      segment.shard_size);
+      segment.shard_size <= limit, "[plan_from_json] Expected a shard size of at most {} at {}, but got {}.", limit,
+      node.path(), segment.shard_size);
   std::vector<Interval> owners;
   for (Index rank = 0; rank < world_size; ++rank) {
     const Index begin = segment.image_offset + rank * segment.shard_size;
@@ -194,8 +182,8 @@ Segment read_segment(const Node& node, int world_size, std::size_t num_params) {
     const Index last = static_cast<Index>(num_params) - 1;
     segment.params.push_back(static_cast<int>(params.element(i).integer(0, last)));
   }
-  segment.owners = is_uniform ? uniform_owners(node, segment, world_size)
-                              : read_owners(node.member("owners"), world_size);
+  segment.owners =
+      is_uniform ? uniform_owners(node, segment, world_size) : read_owners(node.member("owners"), world_size);
   return segment;
 }
 
@@ -203,8 +191,8 @@ BucketPlan read_plan(const Node& node) {
   const Index format = node.member("format").integer();
   RAGGED_CHECK(
       format == BucketPlan::kFormat,
-      "[plan_from_json] Expected format {}, but got {}. Write the plan again with this version.",
-      BucketPlan::kFormat, format);
+      "[plan_from_json] Expected format {}, but got {}. Write the plan again with this version.", BucketPlan::kFormat,
+      format);
   node.expect_object(7);
   BucketPlan plan;
   plan.world_size = static_cast<int>(node.member("world_size").integer(1, kMaxWorldSize));
@@ -221,8 +209,8 @@ BucketPlan read_plan(const Node& node) {
   const Node segments = node.member("segments");
   RAGGED_CHECK(
       segments.array_size() <= static_cast<std::size_t>(kMaxOwners / plan.world_size),
-      "[plan_from_json] Expected at most {} segments for {} ranks, but got {}.",
-      kMaxOwners / plan.world_size, plan.world_size, segments.array_size());
+      "[plan_from_json] Expected at most {} segments for {} ranks, but got {}.", kMaxOwners / plan.world_size,
+      plan.world_size, segments.array_size());
   for (std::size_t i = 0; i < segments.array_size(); ++i) {
     plan.segments.push_back(read_segment(segments.element(i), plan.world_size, plan.params.size()));
   }
@@ -239,9 +227,8 @@ std::string to_json(const BucketPlan& plan) {
       {"start_alignment", plan.start_alignment},
       {"lower_bound", plan.lower_bound}};
   RAGGED_CHECK(
-      plan.starts.size() == plan.params.size(),
-      "[to_json] Expected {} starts, one a parameter, but got {}.", plan.params.size(),
-      plan.starts.size());
+      plan.starts.size() == plan.params.size(), "[to_json] Expected {} starts, one a parameter, but got {}.",
+      plan.params.size(), plan.starts.size());
   Json params = Json::array();
   for (std::size_t i = 0; i < plan.params.size(); ++i) {
     params.push_back(write(plan.params[i], plan.starts[i]));
@@ -253,9 +240,7 @@ std::string to_json(const BucketPlan& plan) {
   try {
     return json.dump(2);
   } catch (const Json::exception& error) {
-    RAGGED_CHECK(
-        false, "[to_json] Expected parameter names in UTF-8, but got bytes that aren't ({}).",
-        error.what());
+    RAGGED_CHECK(false, "[to_json] Expected parameter names in UTF-8, but got bytes that aren't ({}).", error.what());
   }
   return {};
 }
@@ -263,8 +248,7 @@ std::string to_json(const BucketPlan& plan) {
 BucketPlan plan_from_json(std::string_view text) {
   const auto check_depth = [](int depth, Json::parse_event_t, const Json&) {
     RAGGED_CHECK(
-        depth <= kMaxDepth, "[plan_from_json] Expected at most {} levels of nesting, but got more.",
-        kMaxDepth);
+        depth <= kMaxDepth, "[plan_from_json] Expected at most {} levels of nesting, but got more.", kMaxDepth);
     return true;
   };
   Json json;

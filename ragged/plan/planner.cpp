@@ -16,15 +16,12 @@ std::size_t at(int i) {
 
 Index checked_numel(const ParamSpec& param) {
   for (Index size : param.shape) {
-    RAGGED_CHECK(
-        size >= 0, "[plan] Expected sizes >= 0, but got {} (param '{}').", size, param.name);
+    RAGGED_CHECK(size >= 0, "[plan] Expected sizes >= 0, but got {} (param '{}').", size, param.name);
   }
   try {
     return param.numel();
   } catch (const InvalidArgument&) {
-    RAGGED_CHECK(
-        false, "[plan] Expected a tensor of fewer than 2^63 elements, but got more (param '{}').",
-        param.name);
+    RAGGED_CHECK(false, "[plan] Expected a tensor of fewer than 2^63 elements, but got more (param '{}').", param.name);
   }
   return 0;
 }
@@ -32,8 +29,7 @@ Index checked_numel(const ParamSpec& param) {
 void check(const ParamSpec& param) {
   const Index numel = checked_numel(param);
   RAGGED_CHECK(
-      param.block >= 1, "[plan] Expected a block of at least 1, but got {} (param '{}').",
-      param.block, param.name);
+      param.block >= 1, "[plan] Expected a block of at least 1, but got {} (param '{}').", param.block, param.name);
   RAGGED_CHECK(
       numel == 0 || param.block <= numel,
       "[plan] Expected a block of at most the tensor's {} elements, but got {} (param '{}'). Use a "
@@ -47,16 +43,14 @@ void check(const ParamSpec& param) {
 }
 
 void check(const PlanOptions& options) {
-  RAGGED_CHECK(
-      options.world_size >= 1, "[plan] Expected a world size of at least 1, but got {}.",
-      options.world_size);
+  RAGGED_CHECK(options.world_size >= 1, "[plan] Expected a world size of at least 1, but got {}.", options.world_size);
   RAGGED_CHECK(
       options.collective_unit >= 1, "[plan] Expected a collective unit of at least 1, but got {}.",
       options.collective_unit);
   RAGGED_CHECK(
       options.start_alignment >= 1 && options.collective_unit % options.start_alignment == 0,
-      "[plan] Expected a start alignment that divides the collective unit {}, but got {}.",
-      options.collective_unit, options.start_alignment);
+      "[plan] Expected a start alignment that divides the collective unit {}, but got {}.", options.collective_unit,
+      options.start_alignment);
 }
 
 // Blocks that restart where they don't divide the run: borders at a fixed distance hit block
@@ -81,8 +75,7 @@ void add_segment(BucketPlan& plan, bool trainable) {
   }
   if (segment.params.empty()) return;
 
-  const UniformLayout found =
-      plan_uniform(extents, plan.world_size, plan.collective_unit, plan.start_alignment);
+  const UniformLayout found = plan_uniform(extents, plan.world_size, plan.collective_unit, plan.start_alignment);
   for (std::size_t i = 0; i < segment.params.size(); ++i) {
     plan.starts[at(segment.params[i])] = segment.image_offset + found.starts[i];
   }
@@ -93,8 +86,7 @@ void add_segment(BucketPlan& plan, bool trainable) {
     const Index begin = segment.image_offset + rank * found.shard_size;
     segment.owners.push_back({begin, begin + found.shard_size});
   }
-  plan.lower_bound +=
-      plan.world_size * detail::bound_for_pieces(pieces, plan.world_size, plan.collective_unit);
+  plan.lower_bound += plan.world_size * detail::bound_for_pieces(pieces, plan.world_size, plan.collective_unit);
   plan.segments.push_back(std::move(segment));
 }
 
@@ -137,8 +129,7 @@ BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& opt
   return plan;
 }
 
-std::vector<BucketPlan> plan_buckets(
-    std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options) {
+std::vector<BucketPlan> plan_buckets(std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options) {
   check(options);
   std::vector<BucketPlan> plans;
   plans.reserve(buckets.size());

@@ -27,8 +27,7 @@ struct PlanOptions {
 BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options);
 
 /// Plans many buckets; buckets that differ only in names are planned once.
-std::vector<BucketPlan> plan_buckets(
-    std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options);
+std::vector<BucketPlan> plan_buckets(std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options);
 
 /// A tensor as the search sees it.
 struct Extent {
@@ -57,7 +56,6 @@ UniformLayout plan_uniform_paper(
 
 /// Packing bound: no layout with equal shards has a smaller one, in any order and with any number
 /// of uniform segments. It counts blocks and doesn't see that a tensor must be contiguous.
-Index shard_size_lower_bound(
-    std::span<const Extent> tensors, int world_size, Index collective_unit);
+Index shard_size_lower_bound(std::span<const Extent> tensors, int world_size, Index collective_unit);
 
 }  // namespace ragged::plan

@@ -49,30 +49,25 @@ Index earliest_start(Index cursor, const Extent& tensor, const Grid& grid, bool 
 UniformSearch::UniformSearch(
     std::span<const Extent> tensors, int world_size, Index collective_unit, Index start_alignment)
     : tensors_(tensors), world_size_(world_size), start_alignment_(start_alignment) {
-  RAGGED_CHECK(
-      world_size >= 1, "[plan] Expected a world size of at least 1, but got {}.", world_size);
-  RAGGED_CHECK(
-      collective_unit >= 1, "[plan] Expected a collective unit of at least 1, but got {}.",
-      collective_unit);
+  RAGGED_CHECK(world_size >= 1, "[plan] Expected a world size of at least 1, but got {}.", world_size);
+  RAGGED_CHECK(collective_unit >= 1, "[plan] Expected a collective unit of at least 1, but got {}.", collective_unit);
   RAGGED_CHECK(
       start_alignment >= 1 && collective_unit % start_alignment == 0,
-      "[plan] Expected a start alignment that divides the collective unit {}, but got {}.",
-      collective_unit, start_alignment);
+      "[plan] Expected a start alignment that divides the collective unit {}, but got {}.", collective_unit,
+      start_alignment);
   // Room for world_size * 2 * largest_, the largest number that the search forms.
   const Index limit = std::numeric_limits<Index>::max() / 4 / world_size;
   RAGGED_CHECK(
-      collective_unit <= limit, "[plan] Expected a collective unit of at most {}, but got {}.",
-      limit, collective_unit);
+      collective_unit <= limit, "[plan] Expected a collective unit of at most {}, but got {}.", limit, collective_unit);
   Index numel = 0;
   Index packed = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Extent& tensor = tensors[i];
-    RAGGED_CHECK(
-        tensor.numel >= 0, "[plan] Expected sizes >= 0, but got {} (tensor {}).", tensor.numel, i);
+    RAGGED_CHECK(tensor.numel >= 0, "[plan] Expected sizes >= 0, but got {} (tensor {}).", tensor.numel, i);
     RAGGED_CHECK(
         tensor.block >= 1 && (tensor.numel == 0 || tensor.block <= tensor.numel),
-        "[plan] Expected a block of 1 to {} elements, but got {} (tensor {}).",
-        std::max<Index>(tensor.numel, 1), tensor.block, i);
+        "[plan] Expected a block of 1 to {} elements, but got {} (tensor {}).", std::max<Index>(tensor.numel, 1),
+        tensor.block, i);
     RAGGED_CHECK(
         tensor.numel <= limit - start_alignment - collective_unit - packed,
         "[plan] Expected fewer than {} elements for {} ranks, but got more (tensor {}). Make the "
@@ -174,12 +169,9 @@ using detail::UniformSearch;
 // away.
 constexpr std::size_t kMaxUnits = 1 << 14;
 
-Index lcm_of_prefixes(
-    const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
+Index lcm_of_prefixes(const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
   std::vector<Extent> by_size(tensors.begin(), tensors.end());
-  std::stable_sort(by_size.begin(), by_size.end(), [](const Extent& a, const Extent& b) {
-    return a.numel > b.numel;
-  });
+  std::stable_sort(by_size.begin(), by_size.end(), [](const Extent& a, const Extent& b) { return a.numel > b.numel; });
   Index best = search.improve(search.largest() + 1, collective_unit);
   Index unit = collective_unit;
   for (const Extent& tensor : by_size) {
@@ -194,8 +186,7 @@ Index lcm_of_prefixes(
 // The least common multiples of `base` with every subset of `blocks`, as far as they have a
 // multiple from `smallest` up to below `best`. One without has none among its multiples either, so
 // the sets stay small.
-std::set<Index> lcms_of_subsets(
-    Index base, const std::set<Index>& blocks, Index smallest, Index best) {
+std::set<Index> lcms_of_subsets(Index base, const std::set<Index>& blocks, Index smallest, Index best) {
   std::set<Index> units{base};
   for (Index block : blocks) {
     std::vector<Index> grown;
@@ -212,8 +203,7 @@ std::set<Index> lcms_of_subsets(
 // Exact for the order. A tensor that contains a whole shard has two borders inside, so its block
 // divides S: the best S is a multiple of the LCM of some set of blocks, and improve() finds the
 // least multiple for a given set.
-Index exact_shard_size(
-    const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
+Index exact_shard_size(const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
   Index best = lcm_of_prefixes(search, tensors, collective_unit);
   Index base = collective_unit;
   std::set<Index> optional;
@@ -233,8 +223,7 @@ Index exact_shard_size(
   return best;
 }
 
-UniformLayout layout_at(
-    const UniformSearch& search, std::span<const Extent> tensors, Index shard_size) {
+UniformLayout layout_at(const UniformSearch& search, std::span<const Extent> tensors, Index shard_size) {
   if (shard_size == 0) return {0, std::vector<Index>(tensors.size(), 0)};
   // The shard size as unit: whoever's block divides it may contain whole shards.
   std::optional<std::vector<Index>> starts = search.place(shard_size, shard_size);
@@ -258,8 +247,7 @@ UniformLayout plan_uniform_paper(
   return layout_at(search, tensors, lcm_of_prefixes(search, tensors, collective_unit));
 }
 
-Index shard_size_lower_bound(
-    std::span<const Extent> tensors, int world_size, Index collective_unit) {
+Index shard_size_lower_bound(std::span<const Extent> tensors, int world_size, Index collective_unit) {
   // Only for its checks.
   const UniformSearch checked(tensors, world_size, collective_unit, 1);
   detail::PieceCounts pieces;

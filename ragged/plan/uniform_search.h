@@ -15,9 +15,7 @@ namespace ragged::plan::detail {
 class UniformSearch {
  public:
   /// Throws InvalidArgument on bad sizes, blocks, world size, unit or alignment.
-  UniformSearch(
-      std::span<const Extent> tensors, int world_size, Index collective_unit,
-      Index start_alignment);
+  UniformSearch(std::span<const Extent> tensors, int world_size, Index collective_unit, Index start_alignment);
 
   /// No shard size below this can hold the elements.
   Index smallest() const { return smallest_; }

@@ -38,38 +38,34 @@ class Validator {
  private:
   void check_numbers() const {
     RAGGED_CHECK(
-        plan_.world_size >= 1, "[validate] Expected a world size of at least 1, but got {}.",
-        plan_.world_size);
+        plan_.world_size >= 1, "[validate] Expected a world size of at least 1, but got {}.", plan_.world_size);
     RAGGED_CHECK(
-        plan_.collective_unit >= 1,
-        "[validate] Expected a collective unit of at least 1, but got {}.", plan_.collective_unit);
+        plan_.collective_unit >= 1, "[validate] Expected a collective unit of at least 1, but got {}.",
+        plan_.collective_unit);
     RAGGED_CHECK(
         plan_.start_alignment >= 1 && plan_.collective_unit % plan_.start_alignment == 0,
-        "[validate] Expected a start alignment that divides the collective unit {}, but got {}.",
-        plan_.collective_unit, plan_.start_alignment);
+        "[validate] Expected a start alignment that divides the collective unit {}, but got {}.", plan_.collective_unit,
+        plan_.start_alignment);
     RAGGED_CHECK(
-        plan_.starts.size() == plan_.params.size(),
-        "[validate] Expected {} starts, one a parameter, but got {}.", plan_.params.size(),
-        plan_.starts.size());
+        plan_.starts.size() == plan_.params.size(), "[validate] Expected {} starts, one a parameter, but got {}.",
+        plan_.params.size(), plan_.starts.size());
   }
 
   void check_params() {
     for (const ParamSpec& param : plan_.params) {
       for (Index size : param.shape) {
-        RAGGED_CHECK(
-            size >= 0, "[validate] Expected sizes >= 0, but got {} (param '{}').", size,
-            param.name);
+        RAGGED_CHECK(size >= 0, "[validate] Expected sizes >= 0, but got {} (param '{}').", size, param.name);
       }
       const Index numel = param.numel();
       numels_.push_back(numel);
       RAGGED_CHECK(
           param.block >= 1 && (numel == 0 || param.block <= numel),
-          "[validate] Expected a block of 1 to {} elements, but got {} (param '{}').",
-          std::max<Index>(numel, 1), param.block, param.name);
+          "[validate] Expected a block of 1 to {} elements, but got {} (param '{}').", std::max<Index>(numel, 1),
+          param.block, param.name);
       RAGGED_CHECK(
           param.restart == 0 || param.restart >= param.block,
-          "[validate] Expected a restart of 0 or at least the block {}, but got {} (param '{}').",
-          param.block, param.restart, param.name);
+          "[validate] Expected a restart of 0 or at least the block {}, but got {} (param '{}').", param.block,
+          param.restart, param.name);
     }
     homes_.assign(plan_.params.size(), -1);
   }
@@ -80,17 +76,15 @@ class Validator {
     for (std::size_t i = 0; i < plan_.segments.size(); ++i) {
       const Segment& segment = plan_.segments[i];
       RAGGED_CHECK(
-          segment.image_offset == offset, "[validate] Expected segment {} at {}, but got {}.", i,
-          offset, segment.image_offset);
+          segment.image_offset == offset, "[validate] Expected segment {} at {}, but got {}.", i, offset,
+          segment.image_offset);
       RAGGED_CHECK(
           segment.numel >= 0 && segment.numel <= std::numeric_limits<Index>::max() - offset,
-          "[validate] Expected segments of 0 to 2^63 elements, but got {} (segment {}).",
-          segment.numel, i);
+          "[validate] Expected segments of 0 to 2^63 elements, but got {} (segment {}).", segment.numel, i);
       offset += segment.numel;
       RAGGED_CHECK(
           !(was_frozen && segment.trainable),
-          "[validate] Expected trainable segments first, but got segment {} after a frozen one.",
-          i);
+          "[validate] Expected trainable segments first, but got segment {} after a frozen one.", i);
       was_frozen = !segment.trainable;
     }
   }
@@ -111,10 +105,9 @@ class Validator {
         "(segment {}).",
         plan_.collective_unit, segment.shard_size, index);
     RAGGED_CHECK(
-        segment.shard_size == segment.numel / plan_.world_size &&
-            segment.numel % plan_.world_size == 0,
-        "[validate] Expected {} ranks' equal shards of {}, but got {} elements (segment {}).",
-        plan_.world_size, segment.shard_size, segment.numel, index);
+        segment.shard_size == segment.numel / plan_.world_size && segment.numel % plan_.world_size == 0,
+        "[validate] Expected {} ranks' equal shards of {}, but got {} elements (segment {}).", plan_.world_size,
+        segment.shard_size, segment.numel, index);
   }
 
   void check_owners(std::size_t index) {
@@ -122,31 +115,29 @@ class Validator {
     const Interval extent{segment.image_offset, segment.image_offset + segment.numel};
     RAGGED_CHECK(
         segment.owners.size() == static_cast<std::size_t>(plan_.world_size),
-        "[validate] Expected {} owners, one a rank, but got {} (segment {}).", plan_.world_size,
-        segment.owners.size(), index);
+        "[validate] Expected {} owners, one a rank, but got {} (segment {}).", plan_.world_size, segment.owners.size(),
+        index);
     parts_.clear();
     for (int rank = 0; rank < plan_.world_size; ++rank) {
       const Interval own = segment.owners[static_cast<std::size_t>(rank)];
-      const std::string place =
-          fmt::format("(segment {}, rank {} of {})", index, rank, plan_.world_size);
+      const std::string place = fmt::format("(segment {}, rank {} of {})", index, rank, plan_.world_size);
       if (segment.kind == SegmentKind::kUniform) {
         const Index begin = extent.begin + rank * segment.shard_size;
         RAGGED_CHECK(
             own.begin == begin && own.end == begin + segment.shard_size,
-            "[validate] Expected the uniform shard [{}, {}), but got [{}, {}) {}.", begin,
-            begin + segment.shard_size, own.begin, own.end, place);
+            "[validate] Expected the uniform shard [{}, {}), but got [{}, {}) {}.", begin, begin + segment.shard_size,
+            own.begin, own.end, place);
       }
       if (own.begin == own.end) {
         RAGGED_CHECK(
             own.begin >= 0 && own.begin <= extent.end,
-            "[validate] Expected an empty interval within the image, but got one at {} {}.",
-            own.begin, place);
+            "[validate] Expected an empty interval within the image, but got one at {} {}.", own.begin, place);
         continue;
       }
       RAGGED_CHECK(
           extent.begin <= own.begin && own.begin < own.end && own.end <= extent.end,
-          "[validate] Expected an interval within [{}, {}), but got [{}, {}) {}.", extent.begin,
-          extent.end, own.begin, own.end, place);
+          "[validate] Expected an interval within [{}, {}), but got [{}, {}) {}.", extent.begin, extent.end, own.begin,
+          own.end, place);
       parts_.push_back({own, rank});
     }
     std::sort(parts_.begin(), parts_.end(), [](const OwnedPart& a, const OwnedPart& b) {
@@ -168,8 +159,7 @@ class Validator {
     for (int i : segment.params) {
       RAGGED_CHECK(
           i >= 0 && static_cast<std::size_t>(i) < plan_.params.size(),
-          "[validate] Expected parameters in [0, {}), but got {} (segment {}).",
-          plan_.params.size(), i, index);
+          "[validate] Expected parameters in [0, {}), but got {} (segment {}).", plan_.params.size(), i, index);
       const std::size_t param = static_cast<std::size_t>(i);
       const std::string& name = plan_.params[param].name;
       const Index start = plan_.starts[param];
@@ -191,8 +181,8 @@ class Validator {
           numels_[param], cursor, end, start, index, name);
       RAGGED_CHECK(
           numels_[param] == 0 || start % plan_.start_alignment == 0,
-          "[validate] Expected a start that is a multiple of {}, but got {} (param '{}').",
-          plan_.start_alignment, start, name);
+          "[validate] Expected a start that is a multiple of {}, but got {} (param '{}').", plan_.start_alignment,
+          start, name);
       check_no_padding(segment, start - cursor, name);
       cursor = start + numels_[param];
     }
@@ -220,9 +210,9 @@ class Validator {
       const Index start = plan_.starts[param];
       const Index end = start + numels_[param];
       if (start == end) continue;
-      auto part = std::upper_bound(
-          parts_.begin(), parts_.end(), start,
-          [](Index position, const OwnedPart& p) { return position < p.interval.end; });
+      auto part = std::upper_bound(parts_.begin(), parts_.end(), start, [](Index position, const OwnedPart& p) {
+        return position < p.interval.end;
+      });
       Index cursor = start;
       int previous = -1;
       while (cursor < end) {
@@ -233,8 +223,8 @@ class Validator {
             cursor - start, spec.name);
         RAGGED_CHECK(
             part->rank > previous,
-            "[validate] Expected owners in ascending order, but got rank {} after {} (param '{}').",
-            part->rank, previous, spec.name);
+            "[validate] Expected owners in ascending order, but got rank {} after {} (param '{}').", part->rank,
+            previous, spec.name);
         check_border(spec, cursor - start);
         previous = part->rank;
         cursor = part->interval.end;
@@ -255,8 +245,7 @@ class Validator {
   void check_all_placed() const {
     for (std::size_t i = 0; i < homes_.size(); ++i) {
       RAGGED_CHECK(
-          homes_[i] != -1,
-          "[validate] Expected every parameter in a segment, but got none (param '{}').",
+          homes_[i] != -1, "[validate] Expected every parameter in a segment, but got none (param '{}').",
           plan_.params[i].name);
     }
   }

@@ -38,8 +38,7 @@ TEST(Error, check_formats_its_message) {
 TEST(Error, assert_says_where_and_what_to_do) {
   EXPECT_THAT(
       [] { RAGGED_ASSERT(false, "broken {}", 7); },
-      ThrowsMessage<InternalError>(
-          AllOf(HasSubstr("broken 7 (at error_test.cpp:"), HasSubstr("please report it"))));
+      ThrowsMessage<InternalError>(AllOf(HasSubstr("broken 7 (at error_test.cpp:"), HasSubstr("please report it"))));
 }
 
 TEST(Error, check_binds_as_one_statement) {

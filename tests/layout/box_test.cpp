@@ -32,8 +32,8 @@ std::vector<Index> positions(const Shape& shape, const Box& box) {
 
 void expect_exact_cover(const Shape& shape, Interval interval) {
   SCOPED_TRACE(
-      "shape " + ::testing::PrintToString(shape) + ", interval [" + std::to_string(interval.begin) +
-      ", " + std::to_string(interval.end) + ")");
+      "shape " + ::testing::PrintToString(shape) + ", interval [" + std::to_string(interval.begin) + ", " +
+      std::to_string(interval.end) + ")");
   const std::vector<Box> cover = boxes(shape, interval);
   const std::size_t most = shape.empty() ? 1 : 2 * shape.size() - 1;
   EXPECT_LE(cover.size(), most);
@@ -81,9 +81,8 @@ TEST(Boxes, of_nothing_are_none) {
 }
 
 TEST(Boxes, cover_every_interval_of_small_shapes) {
-  const std::vector<Shape> shapes{{1},          {5},          {1, 1, 1},   {3, 4},
-                                  {4, 1},       {1, 5},       {2, 3, 4},   {3, 1, 2},
-                                  {2, 2, 2, 2}, {1, 3, 1, 3}, {2, 1, 3, 2}};
+  const std::vector<Shape> shapes{{1},       {5},       {1, 1, 1},    {3, 4},       {4, 1},      {1, 5},
+                                  {2, 3, 4}, {3, 1, 2}, {2, 2, 2, 2}, {1, 3, 1, 3}, {2, 1, 3, 2}};
   for (const Shape& shape : shapes) {
     const Index numel = checked_product(shape);
     for (Index begin = 0; begin <= numel; ++begin) {

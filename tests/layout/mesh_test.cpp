@@ -9,9 +9,7 @@ namespace {
 
 Mesh three_dims() {
   return Mesh(
-      {{"replicate", 2, DimRole::kReplicate},
-       {"shard", 3, DimRole::kShard},
-       {"tp", 2, DimRole::kForeign}},
+      {{"replicate", 2, DimRole::kReplicate}, {"shard", 3, DimRole::kShard}, {"tp", 2, DimRole::kForeign}},
       {10, 11, 12, 13, 14, 15, 26, 25, 24, 23, 22, 21});
 }
 
@@ -48,8 +46,7 @@ TEST(Mesh, groups_differ_in_one_coordinate_only) {
       std::vector<int> expected;
       for (int other : mesh.ranks()) {
         std::vector<int> difference = mesh.coordinates(other);
-        difference[static_cast<std::size_t>(dim)] =
-            mesh.coordinates(rank)[static_cast<std::size_t>(dim)];
+        difference[static_cast<std::size_t>(dim)] = mesh.coordinates(rank)[static_cast<std::size_t>(dim)];
         if (difference == mesh.coordinates(rank)) expected.push_back(other);
       }
       EXPECT_EQ(mesh.group(dim, rank), expected) << "dim " << dim << ", rank " << rank;
@@ -71,8 +68,7 @@ TEST(Mesh, groups_of_a_dim_hold_every_rank_once_in_ascending_order) {
       last_position = position;
       seen.insert(seen.end(), group.begin(), group.end());
     }
-    EXPECT_TRUE(
-        std::is_permutation(seen.begin(), seen.end(), mesh.ranks().begin(), mesh.ranks().end()));
+    EXPECT_TRUE(std::is_permutation(seen.begin(), seen.end(), mesh.ranks().begin(), mesh.ranks().end()));
   }
 }
 
@@ -95,8 +91,7 @@ TEST(Mesh, compares_as_a_value) {
 
 TEST(Mesh, prints_its_dims_and_unusual_ranks) {
   EXPECT_EQ(to_string(Mesh::hybrid(2, 4)), "Mesh(replicate=2, shard=4)");
-  EXPECT_EQ(
-      to_string(Mesh({{"shard", 2, DimRole::kShard}}, {5, 3})), "Mesh(shard=2, ranks=[5, 3])");
+  EXPECT_EQ(to_string(Mesh({{"shard", 2, DimRole::kShard}}, {5, 3})), "Mesh(shard=2, ranks=[5, 3])");
 }
 
 TEST(Mesh, refuses_bad_dims) {
@@ -105,8 +100,7 @@ TEST(Mesh, refuses_bad_dims) {
   EXPECT_INVALID(Mesh::shard(-2), "got -2");
   EXPECT_INVALID(Mesh({{"", 2, DimRole::kShard}}), "empty one");
   EXPECT_INVALID(Mesh({{"a", 2, DimRole::kShard}, {"a", 2, DimRole::kForeign}}), "'a' twice");
-  EXPECT_INVALID(
-      Mesh({{"a", 1 << 20, DimRole::kShard}, {"b", 1 << 20, DimRole::kForeign}}), "2^31 ranks");
+  EXPECT_INVALID(Mesh({{"a", 1 << 20, DimRole::kShard}, {"b", 1 << 20, DimRole::kForeign}}), "2^31 ranks");
 }
 
 TEST(Mesh, refuses_bad_ranks) {

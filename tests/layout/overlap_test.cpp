@@ -42,8 +42,7 @@ std::vector<Interval> random_intervals(Seeded& random) {
 TEST(Overlaps, are_the_parts_that_change_hands) {
   const std::vector<Interval> from{{0, 6}, {6, 6}, {6, 12}};
   const std::vector<Interval> to{{0, 4}, {4, 8}, {8, 12}};
-  const std::vector<Overlap> expected{
-      {0, 0, {0, 4}}, {0, 1, {4, 6}}, {2, 1, {6, 8}}, {2, 2, {8, 12}}};
+  const std::vector<Overlap> expected{{0, 0, {0, 4}}, {0, 1, {4, 6}}, {2, 1, {6, 8}}, {2, 2, {8, 12}}};
   EXPECT_EQ(overlaps(from, to), expected);
 }
 
@@ -55,8 +54,7 @@ TEST(Overlaps, of_equal_layouts_stay_in_place) {
 TEST(Overlaps, of_nothing_are_none) {
   EXPECT_TRUE(overlaps({}, {}).empty());
   EXPECT_TRUE(overlaps(std::vector<Interval>{{0, 5}}, {}).empty());
-  EXPECT_TRUE(
-      overlaps(std::vector<Interval>{{0, 0}, {0, 0}}, std::vector<Interval>{{0, 5}}).empty());
+  EXPECT_TRUE(overlaps(std::vector<Interval>{{0, 0}, {0, 0}}, std::vector<Interval>{{0, 5}}).empty());
 }
 
 TEST(Overlaps, step_over_empty_intervals_wherever_they_claim_to_lie) {

@@ -50,9 +50,7 @@ TEST(RaggedShard, of_no_dims_has_one_owner) {
     const RaggedShard placement(0, units);
     for (const Shape& shape : {Shape{}, Shape{5}, Shape{3, 4}}) {
       for (int rank = 0; rank < 3; ++rank) {
-        EXPECT_EQ(
-            ragged_interval(shape, placement, rank).size(),
-            rank == owner ? checked_product(shape) : 0);
+        EXPECT_EQ(ragged_interval(shape, placement, rank).size(), rank == owner ? checked_product(shape) : 0);
       }
     }
   }
@@ -95,8 +93,7 @@ TEST(RaggedShard, refuses_what_is_no_layout) {
 TEST(RaggedShard, refuses_tensors_that_it_does_not_fit) {
   EXPECT_INVALID(ragged_interval(Shape{4, 4}, RaggedShard(1, {5, 3}), 0), "sum is 8");
   EXPECT_INVALID(ragged_interval(Shape{4}, RaggedShard(2, {1, 1}), 0), "dims=2");
-  EXPECT_INVALID(
-      ragged_interval(Shape{4}, RaggedShard(1, {1, 1}), 2), "a rank in [0, 2), but got 2");
+  EXPECT_INVALID(ragged_interval(Shape{4}, RaggedShard(1, {1, 1}), 2), "a rank in [0, 2), but got 2");
   EXPECT_INVALID(ragged_interval(Shape{4}, RaggedShard(1, {1, 1}), -1), "got -1");
   EXPECT_INVALID(ragged_interval(Shape{-4}, RaggedShard(1, {1, 1}), 0), "got -4");
 }
@@ -117,9 +114,7 @@ TEST(Placement, prints_itself) {
   EXPECT_EQ(to_string(Partial{ReduceOp::kAvg}), "Partial(avg)");
   EXPECT_EQ(to_string(Partial{ReduceOp::kMax}), "Partial(max)");
   EXPECT_EQ(to_string(RaggedShard(1, {2, 3})), "RaggedShard(dims=1, units=[2, 3])");
-  EXPECT_EQ(
-      to_string(StridedRaggedShard(1, {2, 3}, 4)),
-      "StridedRaggedShard(dims=1, units=[2, 3], split_factor=4)");
+  EXPECT_EQ(to_string(StridedRaggedShard(1, {2, 3}, 4)), "StridedRaggedShard(dims=1, units=[2, 3], split_factor=4)");
 }
 
 TEST(Placement, hashes_equal_when_equal_and_apart_when_not) {
@@ -146,25 +141,16 @@ TEST(Placement, hashes_equal_when_equal_and_apart_when_not) {
 
 TEST(RaggedFromIntervals, takes_the_shortest_prefix_that_every_cut_respects) {
   const Shape shape{4, 3, 2};
-  EXPECT_EQ(
-      ragged_from_intervals(shape, std::vector<Interval>{{0, 12}, {12, 24}}),
-      RaggedShard(1, {1, 1}));
-  EXPECT_EQ(
-      ragged_from_intervals(shape, std::vector<Interval>{{0, 8}, {8, 24}}), RaggedShard(2, {1, 2}));
-  EXPECT_EQ(
-      ragged_from_intervals(shape, std::vector<Interval>{{0, 7}, {7, 24}}),
-      RaggedShard(3, {7, 17}));
-  EXPECT_EQ(
-      ragged_from_intervals(shape, std::vector<Interval>{{0, 0}, {0, 24}}), RaggedShard(0, {0, 1}));
+  EXPECT_EQ(ragged_from_intervals(shape, std::vector<Interval>{{0, 12}, {12, 24}}), RaggedShard(1, {1, 1}));
+  EXPECT_EQ(ragged_from_intervals(shape, std::vector<Interval>{{0, 8}, {8, 24}}), RaggedShard(2, {1, 2}));
+  EXPECT_EQ(ragged_from_intervals(shape, std::vector<Interval>{{0, 7}, {7, 24}}), RaggedShard(3, {7, 17}));
+  EXPECT_EQ(ragged_from_intervals(shape, std::vector<Interval>{{0, 0}, {0, 24}}), RaggedShard(0, {0, 1}));
   EXPECT_EQ(ragged_from_intervals(Shape{}, std::vector<Interval>{{0, 1}}), RaggedShard(0, {1}));
 }
 
 TEST(RaggedFromIntervals, gives_an_empty_tensor_no_units) {
-  EXPECT_EQ(
-      ragged_from_intervals(Shape{0, 4}, std::vector<Interval>{{0, 0}, {0, 0}}),
-      RaggedShard(1, {0, 0}));
-  EXPECT_EQ(
-      ragged_from_intervals(Shape{4, 0}, std::vector<Interval>(3)), RaggedShard(1, {0, 0, 0}));
+  EXPECT_EQ(ragged_from_intervals(Shape{0, 4}, std::vector<Interval>{{0, 0}, {0, 0}}), RaggedShard(1, {0, 0}));
+  EXPECT_EQ(ragged_from_intervals(Shape{4, 0}, std::vector<Interval>(3)), RaggedShard(1, {0, 0, 0}));
 }
 
 TEST(RaggedFromIntervals, is_the_inverse_of_ragged_interval) {
@@ -199,10 +185,8 @@ TEST(RaggedFromIntervals, steps_over_empty_intervals_wherever_they_claim_to_lie)
 TEST(RaggedFromIntervals, refuses_what_does_not_cover_the_tensor) {
   const Shape shape{2, 3};
   EXPECT_INVALID(ragged_from_intervals(shape, std::vector<Interval>{{0, 3}}), "they end at 3");
-  EXPECT_INVALID(
-      ragged_from_intervals(shape, std::vector<Interval>{{0, 3}, {4, 6}}), "where 3 was due");
-  EXPECT_INVALID(
-      ragged_from_intervals(shape, std::vector<Interval>{{3, 6}, {0, 3}}), "where 0 was due");
+  EXPECT_INVALID(ragged_from_intervals(shape, std::vector<Interval>{{0, 3}, {4, 6}}), "where 3 was due");
+  EXPECT_INVALID(ragged_from_intervals(shape, std::vector<Interval>{{3, 6}, {0, 3}}), "where 0 was due");
   EXPECT_INVALID(ragged_from_intervals(shape, std::vector<Interval>{{0, 9}}), "they end at 9");
   EXPECT_INVALID(ragged_from_intervals(Shape{0}, {}), "one local unit a rank");
 }

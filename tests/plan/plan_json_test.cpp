@@ -69,10 +69,8 @@ TEST(PlanJson, refuses_text_that_ends_early) {
 
 TEST(PlanJson, refuses_other_formats) {
   const std::string text = to_json(hand_written_plan());
-  EXPECT_INVALID(
-      plan_from_json(replaced(text, R"("format": 1)", R"("format": 2)")), "format 1, but got 2");
-  EXPECT_INVALID(
-      plan_from_json(replaced(text, R"("format": 1)", R"("format": "1")")), "at plan.format");
+  EXPECT_INVALID(plan_from_json(replaced(text, R"("format": 1)", R"("format": 2)")), "format 1, but got 2");
+  EXPECT_INVALID(plan_from_json(replaced(text, R"("format": 1)", R"("format": "1")")), "at plan.format");
   EXPECT_INVALID(plan_from_json("{}"), "a member 'format' at plan");
   EXPECT_INVALID(plan_from_json("[]"), "an object at plan, but got array");
   EXPECT_INVALID(plan_from_json("7"), "an object at plan");
@@ -89,12 +87,10 @@ TEST(PlanJson, refuses_wrong_types_and_values_and_says_where) {
       {R"("world_size": 3)", R"("world_size": 0)", "from 1 to 1048576 at plan.world_size"},
       {R"("world_size": 3)", R"("world_size": -3)", "but got -3"},
       {R"("world_size": 3)", R"("world_size": 1048577)", "but got 1048577"},
-      {R"("world_size": 3)", R"("world_size": 18446744073709551615)",
-       "but got 18446744073709551615"},
+      {R"("world_size": 3)", R"("world_size": 18446744073709551615)", "but got 18446744073709551615"},
       {R"("world_size": 3)", R"("world_size": 1e3)", "an integer at plan.world_size"},
       {R"("world_size": 3)", R"("world_sise": 3)", "a member 'world_size' at plan"},
-      {R"("world_size": 3)", R"("world_size": 4)",
-       "4 intervals at plan.segments[1].owners, one a rank, but got 3"},
+      {R"("world_size": 3)", R"("world_size": 4)", "4 intervals at plan.segments[1].owners, one a rank, but got 3"},
       {R"("collective_unit": 2)", R"("collective_unit": 0)", "at plan.collective_unit"},
       {R"("start_alignment": 1)", R"("start_alignment": -1)", "at plan.start_alignment"},
       {R"("lower_bound": 0)", R"("lower_bound": -1)", "at plan.lower_bound"},
@@ -143,8 +139,7 @@ TEST(PlanJson, refuses_wrong_arrays) {
       {"[0]", "[18446744073709551615]", "at plan.segments[0].params[0]"},
       {"[0]", "[]", "no padding in a ragged segment, but got 4 elements"},
       {"[0]", "{}", "an array at plan.segments[0].params"},
-      {"[1, 4]]", "[1, 4], [4, 4]]",
-       "2 intervals at plan.segments[0].owners, one a rank, but got 3"},
+      {"[1, 4]]", "[1, 4], [4, 4]]", "2 intervals at plan.segments[0].owners, one a rank, but got 3"},
       {"[1, 4]]", "[1, 4, 5]]", "two integers at plan.segments[0].owners[1], but got 3"},
       {"[1, 4]]", "[1]]", "two integers"},
       {"[1, 4]]", "7]", "an array at plan.segments[0].owners[1]"},
@@ -161,13 +156,11 @@ TEST(PlanJson, refuses_wrong_arrays) {
 }
 
 TEST(PlanJson, refuses_small_texts_that_ask_for_huge_plans) {
-  EXPECT_INVALID(
-      plan_from_json(head("2000000000") + "[" + kEmptySegment + "]}"), "at plan.world_size");
+  EXPECT_INVALID(plan_from_json(head("2000000000") + "[" + kEmptySegment + "]}"), "at plan.world_size");
   std::string segments = kEmptySegment;
   for (int i = 0; i < 16; ++i) segments += std::string(", ") + kEmptySegment;
   EXPECT_INVALID(
-      plan_from_json(head("1048576") + "[" + segments + "]}"),
-      "at most 16 segments for 1048576 ranks, but got 17");
+      plan_from_json(head("1048576") + "[" + segments + "]}"), "at most 16 segments for 1048576 ranks, but got 17");
 }
 
 TEST(PlanJson, refuses_deep_nesting_without_harm) {
@@ -185,10 +178,8 @@ TEST(PlanJson, survives_random_damage) {
   for (int trial = 0; trial < 4000; ++trial) {
     std::string damaged = text;
     for (Index i = random.between(1, 3); i > 0; --i) {
-      const auto position =
-          static_cast<std::size_t>(random.between(0, static_cast<Index>(text.size()) - 1));
-      damaged[position] =
-          random.pick(std::vector<char>{'0', '9', '-', ',', '[', '}', '"', 'e', '\0', '\xff'});
+      const auto position = static_cast<std::size_t>(random.between(0, static_cast<Index>(text.size()) - 1));
+      damaged[position] = random.pick(std::vector<char>{'0', '9', '-', ',', '[', '}', '"', 'e', '\0', '\xff'});
     }
     try {
       validate(plan_from_json(damaged));

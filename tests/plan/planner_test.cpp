@@ -59,8 +59,7 @@ TEST(Planner, of_no_parameters_is_empty) {
 }
 
 TEST(Planner, gives_empty_parameters_a_segment_of_size_zero) {
-  const std::vector<ParamSpec> params{
-      {.name = "a", .shape = {0, 4}}, {.name = "b", .shape = {8}, .trainable = false}};
+  const std::vector<ParamSpec> params{{.name = "a", .shape = {0, 4}}, {.name = "b", .shape = {8}, .trainable = false}};
   const BucketPlan plan = plan_bucket(params, {.world_size = 2});
   ASSERT_EQ(plan.segments.size(), 2u);
   EXPECT_EQ(plan.segments[0].shard_size, 0);
@@ -82,8 +81,7 @@ TEST(Planner, has_empty_ranks_where_blocks_run_out) {
 }
 
 TEST(Planner, puts_a_whole_tensor_on_one_rank) {
-  const std::vector<ParamSpec> params{
-      {.name = "w", .shape = {5, 8}, .block = 40}, {.name = "b", .shape = {5}}};
+  const std::vector<ParamSpec> params{{.name = "w", .shape = {5, 8}, .block = 40}, {.name = "b", .shape = {5}}};
   const BucketPlan plan = plan_bucket(params, {.world_size = 4});
   EXPECT_EQ(plan.segments[0].shard_size, 40);
   EXPECT_EQ(plan.placement(0).dims(), 0);
@@ -99,8 +97,7 @@ TEST(Planner, states_a_bound_that_it_reaches_where_blocks_are_the_limit) {
 
 TEST(Planner, sums_its_bound_over_segments) {
   const std::vector<ParamSpec> params{
-      {.name = "w", .shape = {9, 8}, .block = 8},
-      {.name = "f", .shape = {2, 8}, .block = 16, .trainable = false}};
+      {.name = "w", .shape = {9, 8}, .block = 8}, {.name = "f", .shape = {2, 8}, .block = 16, .trainable = false}};
   const BucketPlan plan = plan_bucket(params, {.world_size = 4});
   EXPECT_EQ(plan.lower_bound, 4 * (24 + 16));
 }
@@ -121,10 +118,8 @@ TEST(Planner, ignores_restarts_that_blocks_divide) {
 
 TEST(Planner, keeps_matrices_of_a_stack_whole_where_blocks_leave_a_rest) {
   // Two rows of four, five rows a matrix: the third block of each is short.
-  const std::vector<ParamSpec> params{
-      {.name = "experts", .shape = {6, 5, 4}, .block = 8, .restart = 20}};
-  const BucketPlan plan =
-      plan_bucket(params, {.world_size = 4, .collective_unit = 4, .start_alignment = 4});
+  const std::vector<ParamSpec> params{{.name = "experts", .shape = {6, 5, 4}, .block = 8, .restart = 20}};
+  const BucketPlan plan = plan_bucket(params, {.world_size = 4, .collective_unit = 4, .start_alignment = 4});
   validate(plan);
   expect_every_element_in_place(plan);
   for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(plan.owned(0, rank).begin % 20, 0);
@@ -134,8 +129,7 @@ TEST(Planner, keeps_matrices_of_a_stack_whole_where_blocks_leave_a_rest) {
 }
 
 TEST(Planner, takes_a_stack_of_very_many_matrices) {
-  const std::vector<ParamSpec> params{
-      {.name = "experts", .shape = {Index{1} << 40, 5, 4}, .block = 8, .restart = 20}};
+  const std::vector<ParamSpec> params{{.name = "experts", .shape = {Index{1} << 40, 5, 4}, .block = 8, .restart = 20}};
   const BucketPlan plan = plan_bucket(params, {.world_size = 7});
   validate(plan);
   EXPECT_LE(plan.lower_bound, plan.image_numel());
@@ -188,14 +182,11 @@ TEST(Planner, tells_buckets_apart_that_hold_the_same_numbers) {
 
 TEST(Planner, refuses_bad_options) {
   const std::vector<ParamSpec> params{{.name = "w", .shape = {4}}};
-  EXPECT_INVALID(
-      plan_bucket(params, {.world_size = 0}),
-      "[plan] Expected a world size of at least 1, but got 0");
+  EXPECT_INVALID(plan_bucket(params, {.world_size = 0}), "[plan] Expected a world size of at least 1, but got 0");
   EXPECT_INVALID(plan_bucket(params, {.world_size = -3}), "got -3");
   EXPECT_INVALID(plan_bucket(params, {.collective_unit = 0}), "collective unit of at least 1");
   EXPECT_INVALID(
-      plan_bucket(params, {.collective_unit = 8, .start_alignment = 16}),
-      "divides the collective unit 8, but got 16");
+      plan_bucket(params, {.collective_unit = 8, .start_alignment = 16}), "divides the collective unit 8, but got 16");
   EXPECT_INVALID(plan_bucket(params, {.start_alignment = -8}), "got -8");
   EXPECT_INVALID(plan_bucket({}, {.world_size = 0}), "world size");
   EXPECT_INVALID(plan_buckets({}, {.world_size = 0}), "world size");
@@ -209,17 +200,14 @@ TEST(Planner, refuses_bad_parameters_by_name) {
   };
   EXPECT_INVALID(plan_one({.shape = {4, -1}}), "got -1 (param 'layers.3.wq')");
   EXPECT_INVALID(plan_one({.shape = {4, 4}, .block = 0}), "got 0 (param 'layers.3.wq')");
-  EXPECT_INVALID(
-      plan_one({.shape = {4, 4}, .block = 17}), "16 elements, but got 17 (param 'layers.3.wq')");
+  EXPECT_INVALID(plan_one({.shape = {4, 4}, .block = 17}), "16 elements, but got 17 (param 'layers.3.wq')");
   EXPECT_INVALID(plan_one({.shape = {0, 4}, .block = 0}), "(param 'layers.3.wq')");
-  EXPECT_INVALID(
-      plan_one({.shape = {4, 4}, .block = 4, .restart = 3}), "but got 3 (param 'layers.3.wq')");
+  EXPECT_INVALID(plan_one({.shape = {4, 4}, .block = 4, .restart = 3}), "but got 3 (param 'layers.3.wq')");
   EXPECT_INVALID(plan_one({.shape = {4, 4}, .restart = -1}), "(param 'layers.3.wq')");
   EXPECT_INVALID(
       plan_one({.shape = {Index{1} << 32, Index{1} << 32}}),
       "fewer than 2^63 elements, but got more (param 'layers.3.wq')");
-  EXPECT_INVALID(
-      plan_one({.shape = {Index{1} << 60}}), "for 2 ranks, but got more (param 'layers.3.wq')");
+  EXPECT_INVALID(plan_one({.shape = {Index{1} << 60}}), "for 2 ranks, but got more (param 'layers.3.wq')");
   EXPECT_NO_THROW(plan_one({.shape = {0, 4}, .block = 100}));
 }
 

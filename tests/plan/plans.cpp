@@ -134,8 +134,7 @@ std::vector<ParamSpec> random_bucket(Seeded& random) {
     // A prime now and then, which nothing but itself divides.
     const bool is_vector = param.shape.size() == 1;
     if (is_vector) param.shape[0] = random.pick(std::vector<Index>{1, 7, 16, 31, 97});
-    param.block =
-        random.one_in(6) ? param.numel() : random.between(1, std::min<Index>(param.numel(), 12));
+    param.block = random.one_in(6) ? param.numel() : random.between(1, std::min<Index>(param.numel(), 12));
     const bool is_stack = param.shape.size() >= 3;
     if (is_stack) {
       const std::size_t rank = param.shape.size();

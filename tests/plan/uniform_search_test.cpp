@@ -18,11 +18,9 @@ struct Problem {
 
 std::string describe(const Problem& problem) {
   std::string text;
-  for (const Extent& tensor : problem.tensors)
-    text += fmt::format("({},{})", tensor.numel, tensor.block);
+  for (const Extent& tensor : problem.tensors) text += fmt::format("({},{})", tensor.numel, tensor.block);
   return fmt::format(
-      "{} ranks {} unit {} alignment {}", text, problem.world_size, problem.collective_unit,
-      problem.start_alignment);
+      "{} ranks {} unit {} alignment {}", text, problem.world_size, problem.collective_unit, problem.start_alignment);
 }
 
 UniformLayout exact(const Problem& p) {
@@ -52,8 +50,8 @@ bool fits_somehow(const Problem& problem, Index shard_size) {
     bool has_room = false;
     for (Index start = 0; start + tensor.numel <= image; ++start) {
       has_room = has_room || is_end[static_cast<std::size_t>(start)];
-      const bool is_legal = has_room && start % problem.start_alignment == 0 &&
-          cuts_no_block(start, tensor, shard_size);
+      const bool is_legal =
+          has_room && start % problem.start_alignment == 0 && cuts_no_block(start, tensor, shard_size);
       if (is_legal) next[static_cast<std::size_t>(start + tensor.numel)] = true;
     }
     is_end = std::move(next);
@@ -69,8 +67,7 @@ Index total(const std::vector<Extent>& tensors) {
 
 // Every shard size from the smallest that holds the elements, one after the other.
 Index exhaustive(const Problem& problem) {
-  Index shard_size =
-      round_up(ceil_div(total(problem.tensors), problem.world_size), problem.collective_unit);
+  Index shard_size = round_up(ceil_div(total(problem.tensors), problem.world_size), problem.collective_unit);
   if (shard_size == 0) return 0;
   while (!fits_somehow(problem, shard_size)) shard_size += problem.collective_unit;
   return shard_size;
@@ -84,8 +81,7 @@ void expect_legal(const Problem& problem, const UniformLayout& layout) {
     EXPECT_EQ(layout.starts[i] % problem.start_alignment, 0);
     EXPECT_GE(layout.starts[i], cursor);
     if (layout.shard_size > 0) {
-      EXPECT_TRUE(cuts_no_block(layout.starts[i], problem.tensors[i], layout.shard_size))
-          << "tensor " << i;
+      EXPECT_TRUE(cuts_no_block(layout.starts[i], problem.tensors[i], layout.shard_size)) << "tensor " << i;
     }
     cursor = layout.starts[i] + problem.tensors[i].numel;
   }
@@ -104,8 +100,8 @@ Problem random_problem(Seeded& random, Index most_tensors, Index largest) {
   for (Extent& tensor : problem.tensors) {
     tensor.numel = random.one_in(12) ? 0 : random.between(1, largest);
     if (tensor.numel == 0) continue;
-    tensor.block = random.one_in(4) ? random.between(1, tensor.numel)
-                                    : random.between(1, std::min<Index>(tensor.numel, 9));
+    tensor.block =
+        random.one_in(4) ? random.between(1, tensor.numel) : random.between(1, std::min<Index>(tensor.numel, 9));
   }
   return problem;
 }
@@ -165,9 +161,7 @@ TEST(PlanUniform, equals_the_exhaustive_search_on_small_instances) {
     ASSERT_LE(by_paper.shard_size, 2 * layout.shard_size);
     num_improved += by_paper.shard_size > layout.shard_size ? 1 : 0;
 
-    ASSERT_LE(
-        shard_size_lower_bound(problem.tensors, problem.world_size, problem.collective_unit),
-        layout.shard_size);
+    ASSERT_LE(shard_size_lower_bound(problem.tensors, problem.world_size, problem.collective_unit), layout.shard_size);
   }
   RecordProperty("instances_better_than_the_paper", num_improved);
 }
@@ -197,8 +191,8 @@ TEST(PlanUniform, starts_every_tensor_as_early_as_is_legal) {
     Index cursor = 0;
     for (std::size_t i = 0; i < layout.starts.size(); ++i) {
       for (Index start = cursor; start < layout.starts[i]; ++start) {
-        const bool is_legal = start % problem.start_alignment == 0 &&
-            cuts_no_block(start, problem.tensors[i], layout.shard_size);
+        const bool is_legal =
+            start % problem.start_alignment == 0 && cuts_no_block(start, problem.tensors[i], layout.shard_size);
         ASSERT_FALSE(is_legal) << "tensor " << i << " at " << start;
       }
       if (problem.tensors[i].numel > 0) cursor = layout.starts[i] + problem.tensors[i].numel;
@@ -270,9 +264,7 @@ TEST(ShardSizeLowerBound, counts_blocks_and_not_just_elements) {
   EXPECT_EQ(shard_size_lower_bound(std::vector<Extent>{{30, 10}}, 2, 1), 20);
   EXPECT_EQ(shard_size_lower_bound(std::vector<Extent>{{30, 10}}, 2, 8), 24);
   // A rank below 12 holds one of these, so five need five ranks.
-  EXPECT_EQ(
-      shard_size_lower_bound(std::vector<Extent>{{6, 6}, {7, 7}, {6, 6}, {7, 7}, {6, 6}}, 4, 1),
-      12);
+  EXPECT_EQ(shard_size_lower_bound(std::vector<Extent>{{6, 6}, {7, 7}, {6, 6}, {7, 7}, {6, 6}}, 4, 1), 12);
   EXPECT_EQ(shard_size_lower_bound(std::vector<Extent>{{100, 100}, {1, 1}}, 7, 1), 100);
   EXPECT_EQ(shard_size_lower_bound({}, 7, 8), 0);
 }

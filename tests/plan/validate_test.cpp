@@ -44,11 +44,9 @@ TEST(Validate, refuses_wrong_parameters) {
   expect_refused(
       hand_written_plan(),
       {{"got -5 (param 'w')", [](BucketPlan& p) { p.params[0].shape[0] = -5; }},
-       {"a block of 1 to 10 elements, but got 0 (param 'w')",
-        [](BucketPlan& p) { p.params[0].block = 0; }},
+       {"a block of 1 to 10 elements, but got 0 (param 'w')", [](BucketPlan& p) { p.params[0].block = 0; }},
        {"but got 11 (param 'w')", [](BucketPlan& p) { p.params[0].block = 11; }},
-       {"a restart of 0 or at least the block 2, but got 1",
-        [](BucketPlan& p) { p.params[0].restart = 1; }},
+       {"a restart of 0 or at least the block 2, but got 1", [](BucketPlan& p) { p.params[0].restart = 1; }},
        {"a restart of 0", [](BucketPlan& p) { p.params[0].restart = -2; }},
        {"2^63", [](BucketPlan& p) {
           p.params[0].shape = {Index{1} << 40, Index{1} << 40};
@@ -60,19 +58,15 @@ TEST(Validate, refuses_wrong_segments) {
       hand_written_plan(),
       {{"segment 1 at 18, but got 19", [](BucketPlan& p) { p.segments[1].image_offset = 19; }},
        {"got -22 (segment 1)", [](BucketPlan& p) { p.segments[1].numel = -22; }},
-       {"0 to 2^63 elements",
-        [](BucketPlan& p) { p.segments[1].numel = std::numeric_limits<Index>::max(); }},
+       {"0 to 2^63 elements", [](BucketPlan& p) { p.segments[1].numel = std::numeric_limits<Index>::max(); }},
        {"trainable segments first", [](BucketPlan& p) { p.segments[0].trainable = false; }},
-       {"trainable and frozen parameters apart",
-        [](BucketPlan& p) { p.params[3].trainable = false; }},
-       {"a shard size of 0 in a segment that isn't uniform",
-        [](BucketPlan& p) { p.segments[1].shard_size = 2; }},
+       {"trainable and frozen parameters apart", [](BucketPlan& p) { p.params[3].trainable = false; }},
+       {"a shard size of 0 in a segment that isn't uniform", [](BucketPlan& p) { p.segments[1].shard_size = 2; }},
        {"a multiple of the collective unit 4", [](BucketPlan& p) { p.collective_unit = 4; }},
        {"a multiple of the collective unit", [](BucketPlan& p) { p.segments[0].shard_size = -6; }},
        {"equal shards of 4", [](BucketPlan& p) { p.segments[0].shard_size = 4; }},
        {"a segment, but got none (param 'e')", [](BucketPlan& p) { p.segments[2].params = {4}; }},
-       {"a segment, but got none (param 'empty')",
-        [](BucketPlan& p) { p.segments[2].params = {5}; }},
+       {"a segment, but got none (param 'empty')", [](BucketPlan& p) { p.segments[2].params = {5}; }},
        {"segments 0 and 1 (param 'w')",
         [](BucketPlan& p) {
           p.segments[1].params = {0, 3, 2};
@@ -90,16 +84,13 @@ TEST(Validate, refuses_wrong_owners) {
   expect_refused(
       hand_written_plan(),
       {{"3 owners", [](BucketPlan& p) { p.segments[1].owners.pop_back(); }},
-       {"the uniform shard [6, 12), but got [6, 11)",
-        [](BucketPlan& p) { p.segments[0].owners[1].end = 11; }},
-       {"the uniform shard",
-        [](BucketPlan& p) { std::swap(p.segments[0].owners[0], p.segments[0].owners[1]); }},
+       {"the uniform shard [6, 12), but got [6, 11)", [](BucketPlan& p) { p.segments[0].owners[1].end = 11; }},
+       {"the uniform shard", [](BucketPlan& p) { std::swap(p.segments[0].owners[0], p.segments[0].owners[1]); }},
        {"within [18, 40), but got [28, 41)",
         [](BucketPlan& p) {
           p.segments[1].owners[0] = {28, 41};
         }},
-       {"within [18, 40), but got [17, 28)",
-        [](BucketPlan& p) { p.segments[1].owners[1].begin = 17; }},
+       {"within [18, 40), but got [17, 28)", [](BucketPlan& p) { p.segments[1].owners[1].begin = 17; }},
        {"within [18, 40), but got [34, 28)",
         [](BucketPlan& p) {
           p.segments[1].owners[0] = {34, 28};
@@ -110,8 +101,7 @@ TEST(Validate, refuses_wrong_owners) {
         }},
        {"ranks 0 and 2 both owning 33", [](BucketPlan& p) { p.segments[1].owners[2].begin = 33; }},
        {"none for element 6 (param 'q')", [](BucketPlan& p) { p.segments[1].owners[2] = {}; }},
-       {"none for element 0 (param 'k')",
-        [](BucketPlan& p) { p.segments[1].owners[1].begin = 19; }},
+       {"none for element 0 (param 'k')", [](BucketPlan& p) { p.segments[1].owners[1].begin = 19; }},
        {"rank 0 after 2 (param 'q')",
         [](BucketPlan& p) { std::swap(p.segments[1].owners[0], p.segments[1].owners[2]); }},
        {"inside a block of 3, but got one at element 5 (param 'q')",
@@ -119,22 +109,18 @@ TEST(Validate, refuses_wrong_owners) {
           p.segments[1].owners[0].end = 33;
           p.segments[1].owners[2].begin = 33;
         }},
-       {"inside a block of 4, but got one at element 6 (param 'w')",
-        [](BucketPlan& p) { p.params[0].block = 4; }}});
+       {"inside a block of 4, but got one at element 6 (param 'w')", [](BucketPlan& p) { p.params[0].block = 4; }}});
 }
 
 TEST(Validate, refuses_wrong_starts) {
   expect_refused(
       hand_written_plan(),
-      {{"between 10 and 18, but got a start of 9 (segment 0, param 'b')",
-        [](BucketPlan& p) { p.starts[1] = 9; }},
+      {{"between 10 and 18, but got a start of 9 (segment 0, param 'b')", [](BucketPlan& p) { p.starts[1] = 9; }},
        {"got a start of 16 (segment 0, param 'b')", [](BucketPlan& p) { p.starts[1] = 16; }},
        {"got a start of -1 (segment 0, param 'w')", [](BucketPlan& p) { p.starts[0] = -1; }},
-       {"(segment 0, param 'w')",
-        [](BucketPlan& p) { p.starts[0] = std::numeric_limits<Index>::max(); }},
+       {"(segment 0, param 'w')", [](BucketPlan& p) { p.starts[0] = std::numeric_limits<Index>::max(); }},
        {"(segment 0, param 'b')", [](BucketPlan& p) { p.starts[1] = 20; }},
-       {"inside a block of 2, but got one at element 5 (param 'w')",
-        [](BucketPlan& p) { p.starts[0] = 1; }},
+       {"inside a block of 2, but got one at element 5 (param 'w')", [](BucketPlan& p) { p.starts[0] = 1; }},
        {"a multiple of 2, but got 13 (param 'b')", [](BucketPlan& p) { p.start_alignment = 2; }},
        {"(segment 2, param 'empty')", [](BucketPlan& p) { p.starts[4] = 39; }},
        {"(segment 2, param 'e')", [](BucketPlan& p) { p.starts[4] = 41; }},
@@ -186,11 +172,7 @@ TEST(Validate, accepts_a_border_exactly_where_a_block_begins_since_the_last_rest
     plan.world_size = 2;
     plan.params = {{.name = "experts", .shape = {3, 5, 4}, .block = 8, .restart = 20}};
     plan.starts = {0};
-    plan.segments = {
-        {.kind = SegmentKind::kRagged,
-         .numel = 60,
-         .owners = {{0, border}, {border, 60}},
-         .params = {0}}};
+    plan.segments = {{.kind = SegmentKind::kRagged, .numel = 60, .owners = {{0, border}, {border, 60}}, .params = {0}}};
     if (std::find(legal.begin(), legal.end(), border) != legal.end()) {
       EXPECT_NO_THROW(validate(plan)) << "border " << border;
     } else {
@@ -203,8 +185,7 @@ TEST(Validate, holds_the_bound_against_uniform_segments_only) {
   BucketPlan plan = hand_written_plan();
   plan.lower_bound = 1000;
   EXPECT_NO_THROW(validate(plan)) << "a ragged segment may pass below the bound";
-  BucketPlan uniform =
-      plan_bucket(std::vector<ParamSpec>{{.name = "w", .shape = {64}}}, {.world_size = 4});
+  BucketPlan uniform = plan_bucket(std::vector<ParamSpec>{{.name = "w", .shape = {64}}}, {.world_size = 4});
   uniform.lower_bound = uniform.image_numel() + 1;
   EXPECT_INVALID(validate(uniform), "a lower bound of 0 to 64, but got 65");
 }
