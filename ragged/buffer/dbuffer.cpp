@@ -3,14 +3,12 @@
 #include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
+#include "ragged/comm/below_autograd.h"
 
 namespace ragged::buffer {
 namespace {
 
-struct BelowAutograd {
-  at::NoGradGuard no_grad;
-  at::AutoDispatchBelowADInplaceOrView below;
-};
+using comm::BelowAutograd;
 
 std::string dropped_error(const std::string& param, const std::string& unit) {
   return fmt::format(

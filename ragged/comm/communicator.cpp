@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
+#include "ragged/comm/below_autograd.h"
 #include "ragged/comm/group_state.h"
 #include "ragged/comm/sum_in_rank_order.h"
 
@@ -14,12 +15,6 @@ using plan::SegmentKind;
 
 // From here on broadcasts of slices beat Gloo's own all-gather, which is fewer calls (bench/comm_bench.cpp).
 constexpr Index kBroadcastSliceBytes = 16 << 10;
-
-// Neither tracing nor version counters may see the bytes move: saved weights of a live graph stay valid.
-struct BelowAutograd {
-  at::NoGradGuard no_grad;
-  at::AutoDispatchBelowADInplaceOrView below;
-};
 
 BackendKind backend_kind(c10d::ProcessGroup& group, c10::Device device) {
   try {

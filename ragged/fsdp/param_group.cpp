@@ -8,17 +8,14 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "ragged/base/error.h"
+#include "ragged/comm/below_autograd.h"
 
 namespace ragged::fsdp {
 namespace {
 
 using buffer::DBuffer;
 using buffer::Form;
-
-struct BelowAutograd {
-  at::NoGradGuard no_grad;
-  at::AutoDispatchBelowADInplaceOrView below;
-};
+using comm::BelowAutograd;
 
 // Order matters and so does each bit: a multiply-and-xor over the words of the storage.
 std::uint64_t checksum_of(const at::Tensor& tensor, std::uint64_t hash) {
