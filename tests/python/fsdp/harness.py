@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.ranks import run_ranks, run_threads
 
@@ -68,6 +69,28 @@ def processes(world_size, fn, *args, timeout=120.0, **kwargs):
 def _without_rank(_rank, _world, fn, args, kwargs):
     warnings.filterwarnings("ignore", category=UserWarning)
     return fn(*args, **kwargs)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of c10d's ops on this thread while active: {"all_gather": 3, ...}, by what they do.
+
+    Only over real groups: what a group written in Python runs doesn't pass the dispatcher.
+    """
+
+    KINDS = (("allgather", "all_gather"), ("reduce_scatter", "reduce_scatter"), ("allreduce", "all_reduce"))
+
+    def __enter__(self):
+        self.calls = dict.fromkeys((kind for _, kind in self.KINDS), 0)
+        self.names = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.split("::")[1]
+            self.names.add(name)
+            kind = next((kind for part, kind in self.KINDS if part in name), name)
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 # --- models, data, references -------------------------------------------------------------------------------------
