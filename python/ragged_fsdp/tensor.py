@@ -26,6 +26,7 @@ from ragged_fsdp.checkpoint import RaggedCheckpointing
 from ragged_fsdp.placement import RaggedShard, foreign_box, invalid, ragged_mesh_dim
 from ragged_fsdp.redistribute import check_placements, cut_local, make_spec, transfer
 
+_torch_data: Any = torch.Tensor.data
 _new_dtensor: Callable[..., Any] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]
 
 
@@ -119,6 +120,22 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         return _Redistribute.apply(source, tuple(placements), backward_dtype)
 
     # ---- what Python and torch ask of a tensor ----
+
+    @property
+    def data(self) -> RaggedTensor:  # type: ignore[override]
+        """The tensor without its autograd history, sharing memory. Assigning another RaggedTensor of the shape makes this one share its
+        memory and placements; torch's own setter would change the wrapper and leave the piece."""
+        return _torch_data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RaggedTensor) or value.shape != self.shape:
+            got = f"a {type(value).__name__} of shape {tuple(value.shape)}"
+            raise invalid(
+                "data", f"a RaggedTensor of shape {tuple(self.shape)}", got, "Copy values instead: p.copy_(x) under no_grad takes any source."
+            )
+        _torch_data.__set__(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
