@@ -9,5 +9,6 @@ namespace ragged::python {
 namespace py = pybind11;
 
 void bind_layout(py::module_& module);
+void bind_fsdp(py::module_& module);
 
 }  // namespace ragged::python

@@ -1,5 +1,8 @@
 // The extension ragged_fsdp._C: errors, versions, and the bindings of each topic.
 #include "python/bindings/bindings.h"
+
+#include <torch/csrc/Exceptions.h>
+
 #include "ragged/base/error.h"
 
 namespace ragged::python {
@@ -16,6 +19,8 @@ void bind_errors(py::module_& module) {
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
+    } catch (python_error& error) {
+      error.restore();
     } catch (const InvalidArgument& error) {
       py::set_error(py::module_::import("ragged_fsdp._C").attr("InvalidArgument"), error.what());
     }
@@ -33,4 +38,5 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = RAGGED_TORCH_VERSION;
   ragged::python::bind_errors(module);
   ragged::python::bind_layout(module);
+  ragged::python::bind_fsdp(module);
 }

@@ -21,8 +21,8 @@ class StepWalk {
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const UnitForecastInput& unit = units_[u];
       traits.push_back(
-          {.has_params = unit.plan != nullptr,
-           .reduces = unit.plan != nullptr && unit.plan->num_trainable_segments() > 0,
+          {.has_params = !unit.groups.empty(),
+           .reduces = unit.reduce_buffer_bytes() > 0,
            .reshard_after_forward = unit.reshard_after_forward,
            .resident = resident_[u] != 0});
     }
@@ -40,15 +40,7 @@ class StepWalk {
   StepForecast result;
 
  private:
-  const plan::BucketPlan* plan(int unit) const { return units_[static_cast<std::size_t>(unit)].plan; }
-  Index image_bytes(int unit) const {
-    return plan(unit) ? plan(unit)->image_numel() * units_[static_cast<std::size_t>(unit)].param_bytes : 0;
-  }
-  Index reduce_bytes(int unit) const {
-    if (!plan(unit)) return 0;
-    return plan(unit)->image_numel(plan(unit)->num_trainable_segments()) *
-        units_[static_cast<std::size_t>(unit)].reduce_bytes;
-  }
+  const UnitForecastInput& at(int unit) const { return units_[static_cast<std::size_t>(unit)]; }
 
   void forward(std::span<const ForwardEvent> events) {
     // Gathers run ahead by whole units, in the order of the events.
@@ -69,32 +61,33 @@ class StepWalk {
   }
 
   void gather(int unit) {
-    const plan::BucketPlan* p = plan(unit);
     char& resident = resident_[static_cast<std::size_t>(unit)];
-    if (!p || resident) return;
+    if (at(unit).groups.empty() || resident) return;
     resident = true;
-    images_ += image_bytes(unit);
+    images_ += at(unit).image_bytes();
     result.peak_image_bytes = std::max(result.peak_image_bytes, images_);
-    result.cast_in_bytes += p->local_numel(options_.rank) * units_[static_cast<std::size_t>(unit)].param_bytes;
-    if (p->world_size == 1) return;
-    result.gathered_bytes += image_bytes(unit);
-    ++result.gathers;
+    for (const GroupForecastInput& group : at(unit).groups) {
+      result.cast_in_bytes += group.plan->local_numel(options_.rank) * group.param_bytes;
+      if (group.plan->world_size == 1) continue;
+      result.gathered_bytes += group.plan->image_numel() * group.param_bytes;
+      ++result.gathers;
+    }
   }
 
   void drop(int unit) {
     char& resident = resident_[static_cast<std::size_t>(unit)];
-    if (resident) images_ -= image_bytes(unit);
+    if (resident) images_ -= at(unit).image_bytes();
     resident = false;
   }
 
   // By the time a unit is reduced all its gradients are in its buffer, and the reduction issued before is complete.
   void reduce(int unit, bool syncs) {
-    const plan::BucketPlan* p = plan(unit);
     char& filled = filled_[static_cast<std::size_t>(unit)];
-    for (const plan::ParamSpec& param : p->params) {
-      if (!param.trainable) continue;
-      const Index bytes = param.numel() * units_[static_cast<std::size_t>(unit)].reduce_bytes;
-      (filled ? result.added_grad_bytes : result.cast_grad_bytes) += bytes;
+    for (const GroupForecastInput& group : at(unit).groups) {
+      for (const plan::ParamSpec& param : group.plan->params) {
+        if (!param.trainable) continue;
+        (filled ? result.added_grad_bytes : result.cast_grad_bytes) += param.numel() * group.reduce_bytes;
+      }
     }
     filled = !syncs;
     take_reduce(0);  // the root collects throughout
@@ -102,22 +95,25 @@ class StepWalk {
     if (!syncs) return;
     if (in_flight_ >= 0) release_reduce(in_flight_);
     in_flight_ = unit;
-    if (p->world_size == 1) return;
-    result.reduced_bytes += reduce_bytes(unit);
-    ++result.reduces;
+    for (const GroupForecastInput& group : at(unit).groups) {
+      const int trainable = group.plan->num_trainable_segments();
+      if (group.plan->world_size == 1 || trainable == 0) continue;
+      result.reduced_bytes += group.plan->image_numel(trainable) * group.reduce_bytes;
+      ++result.reduces;
+    }
   }
 
   void take_reduce(int unit) {
     char& taken = reducing_[static_cast<std::size_t>(unit)];
-    if (!plan(unit) || taken) return;
+    if (at(unit).groups.empty() || taken) return;
     taken = true;
-    reduce_ += reduce_bytes(unit);
+    reduce_ += at(unit).reduce_buffer_bytes();
     result.peak_reduce_bytes = std::max(result.peak_reduce_bytes, reduce_);
   }
 
   void release_reduce(int unit) {
     char& taken = reducing_[static_cast<std::size_t>(unit)];
-    if (taken) reduce_ -= reduce_bytes(unit);
+    if (taken) reduce_ -= at(unit).reduce_buffer_bytes();
     taken = false;
   }
 
@@ -132,39 +128,56 @@ class StepWalk {
 };
 
 Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& options) {
-  const auto bytes = [](const UnitForecastInput& unit) {
-    return unit.plan ? unit.plan->image_numel() * unit.param_bytes : Index{0};
-  };
+  std::vector<int> parents;
+  for (const UnitForecastInput& unit : units) parents.push_back(unit.parent);
+  const std::vector<char> is_ancestor = ancestors(parents);
   Index largest = 0;
   Index ancestors = 0;
   Index kept = 0;  // units that stay gathered until backward are open throughout
   std::vector<Index> open(units.size(), 0);
-  std::vector<char> is_ancestor(units.size(), 0);
-  for (const UnitForecastInput& unit : units) {
-    if (unit.parent >= 0) is_ancestor[static_cast<std::size_t>(unit.parent)] = true;
-  }
   for (std::size_t u = 0; u < units.size(); ++u) {
     const UnitForecastInput& unit = units[u];
     if (unit.parent >= 0) open[u] = open[static_cast<std::size_t>(unit.parent)];
     if (is_ancestor[u] || unit.parent < 0) {
-      open[u] += bytes(unit);
+      open[u] += unit.image_bytes();
       ancestors = std::max(ancestors, open[u]);
     }
     if (unit.parent < 0) continue;
     if (unit.reshard_after_forward) {
-      largest = std::max(largest, bytes(unit));
+      largest = std::max(largest, unit.image_bytes());
     } else {
-      kept += bytes(unit);
+      kept += unit.image_bytes();
     }
   }
   const int ahead = std::max(options.backward_prefetch, options.forward_prefetch);
   const auto others = static_cast<Index>(std::count_if(units.begin(), units.end(), [](const auto& unit) {
-    return unit.parent >= 0 && unit.plan && unit.reshard_after_forward;
+    return unit.parent >= 0 && !unit.groups.empty() && unit.reshard_after_forward;
   }));
   return ancestors + kept + std::min<Index>(ahead + 1, others) * largest;
 }
 
 }  // namespace
+
+Index UnitForecastInput::image_bytes() const {
+  Index bytes = 0;
+  for (const GroupForecastInput& group : groups) bytes += group.plan->image_numel() * group.param_bytes;
+  return bytes;
+}
+
+Index UnitForecastInput::reduce_buffer_bytes() const {
+  Index bytes = 0;
+  for (const GroupForecastInput& group : groups)
+    bytes += group.plan->image_numel(group.plan->num_trainable_segments()) * group.reduce_bytes;
+  return bytes;
+}
+
+std::vector<char> ancestors(std::span<const int> parents) {
+  std::vector<char> has_units_inside(parents.size(), 0);
+  for (const int parent : parents) {
+    if (parent >= 0) has_units_inside[static_cast<std::size_t>(parent)] = true;
+  }
+  return has_units_inside;
+}
 
 StepForecast forecast_step(
     std::span<const UnitForecastInput> units, std::span<const ForwardEvent> events, const StepOptions& options) {
@@ -172,7 +185,8 @@ StepForecast forecast_step(
   for (int i = 0; i < options.micro_batches; ++i) walk.micro_batch(events, i + 1 == options.micro_batches);
   StepForecast forecast = walk.result;
   for (const UnitForecastInput& unit : units) {
-    if (unit.plan) forecast.padding_bytes += unit.plan->padding() * unit.param_bytes;
+    for (const GroupForecastInput& group : unit.groups)
+      forecast.padding_bytes += group.plan->padding() * group.param_bytes;
   }
   forecast.image_bytes_bound = image_bound(units, options);
   return forecast;

@@ -11,15 +11,26 @@
 
 namespace ragged::fsdp {
 
-/// One unit as the forecast needs it.
-struct UnitForecastInput {
-  std::string name;
-  const plan::BucketPlan* plan = nullptr;  // null: no parameters of its own
-  int parent = -1;
+/// One bucket of a unit.
+struct GroupForecastInput {
+  const plan::BucketPlan* plan = nullptr;
   Index param_bytes = 2;   // bytes an element of the image
   Index reduce_bytes = 4;  // of the reduce buffer
-  bool reshard_after_forward = true;
 };
+
+/// One unit as the forecast needs it.
+struct UnitForecastInput {
+  std::string name{};
+  std::vector<GroupForecastInput> groups{};  // empty: no parameters of its own
+  int parent = -1;
+  bool reshard_after_forward = true;
+
+  Index image_bytes() const;
+  Index reduce_buffer_bytes() const;  // of the trainable segments
+};
+
+/// Which units have units inside; by index.
+std::vector<char> ancestors(std::span<const int> parents);
 
 struct StepOptions {
   int rank = 0;  // of the shard group

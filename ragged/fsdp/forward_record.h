@@ -1,4 +1,4 @@
-// What one forward of the root under grad mode ran, and how far backward has come through it.
+// What one forward under grad mode ran, and how far backward has come through it.
 #pragma once
 
 #include <memory>
@@ -20,6 +20,7 @@ struct ForwardRecord {
   IssueList list;
   int cursor = 0;
   std::vector<char> reached;  // by call: its pre-backward ran
+  std::vector<char> left;     // by call: gradients have reached its inputs
 
   int begin_call(int unit, bool needs_backward) {
     call_events.push_back(events.size());

@@ -7,13 +7,11 @@
 
 #include "ragged/base/error.h"
 #include "ragged/comm/scalar_type.h"
+#include "ragged/fsdp/plan_group.h"
 #include "ragged/fsdp/unit_impl.h"
-#include "ragged/plan/planner.h"
 
 namespace ragged::fsdp {
 namespace {
-
-constexpr Index kUnitBytes = 16;  // collectives and kernels like 16-byte borders (paper.md, "NCCL alignment")
 
 struct OwnParam {
   std::string name;
@@ -66,21 +64,6 @@ void check_param(const std::string& name, const at::Tensor& param) {
       "from deferred_parameter().",
       name);
   comm::to_dtype(param.scalar_type());
-}
-
-plan::ParamSpec param_spec(const OwnParam& param, const FullyShardOptions& options, Index unit) {
-  plan::ParamSpec spec;
-  spec.name = param.name;
-  spec.shape = param.tensor.sizes().vec();
-  spec.trainable = param.tensor.requires_grad();
-  const ParamInfo info{
-      .name = param.name, .shape = spec.shape, .dtype = param.tensor.scalar_type(), .requires_grad = spec.trainable};
-  const auto asked = options.shard_policy ? options.shard_policy(info) : std::nullopt;
-  const plan::Block block = asked ? *asked : plan::elements(std::max<Index>(1, std::min(unit, param.tensor.numel())));
-  const plan::BlockExtent extent = plan::block_extent(block, spec.shape, param.name);
-  spec.block = extent.block;
-  spec.restart = extent.restart;
-  return spec;
 }
 
 }  // namespace
@@ -177,40 +160,32 @@ void Unit::announce(torch::nn::Module& module) {
 std::shared_ptr<ParamGroup> Unit::make_group(
     std::size_t count, const std::function<std::pair<std::string, at::Tensor>(std::size_t)>& param_at) const {
   const FullyShardOptions& options = impl_->options;
-  ParamGroupSpec spec;
-  spec.groups = options.groups;
-  std::vector<OwnParam> params;
+  std::vector<ParamInfo> infos;
+  std::vector<std::optional<plan::Block>> blocks;
+  std::vector<at::Tensor> params;
   for (std::size_t i = 0; i < count; ++i) {
     auto [name, tensor] = param_at(i);
-    params.push_back({std::move(name), std::move(tensor)});
-    RAGGED_CHECK(
-        params[i].tensor.scalar_type() == params[0].tensor.scalar_type(),
-        "[fully_shard] Expected parameters of one dtype in a unit, but got {} (param '{}') and {} (param '{}'). Shard "
-        "them "
-        "in different units, or convert one.",
-        c10::toString(params[0].tensor.scalar_type()), params[0].name, c10::toString(params[i].tensor.scalar_type()),
-        params[i].name);
-    spec.params.push_back(params[i].tensor);
+    infos.push_back(
+        {.name = std::move(name),
+         .shape = tensor.sizes().vec(),
+         .dtype = tensor.scalar_type(),
+         .requires_grad = tensor.requires_grad()});
+    blocks.push_back(options.shard_policy ? options.shard_policy(infos.back()) : std::nullopt);
+    params.push_back(std::move(tensor));
   }
-  spec.master_dtype = params[0].tensor.scalar_type();
-  spec.param_dtype = options.mixed_precision.param_dtype.value_or(spec.master_dtype);
-  spec.reduce_dtype = options.mixed_precision.reduce_dtype.value_or(spec.param_dtype);
-  const Index narrowest =
-      static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
-  const Index unit = std::max<Index>(1, kUnitBytes / narrowest);
-  std::vector<plan::ParamSpec> specs;
-  for (const OwnParam& param : params) specs.push_back(param_spec(param, options, unit));
-  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(
-      specs, {.world_size = options.groups.shard.size(), .collective_unit = unit, .start_alignment = unit}));
+  ParamGroupSpec spec = plan_group(infos, blocks, options.groups, options.mixed_precision);
   if (options.sync_from_rank0) {
     const at::NoGradGuard no_grad;
-    for (const OwnParam& param : params) {
-      if (buffer::lacks_bytes(param.tensor)) continue;
-      options.groups.shard.broadcast(param.tensor.detach(), 0, param.name).wait();
-      options.groups.replicate.broadcast(param.tensor.detach(), 0, param.name).wait();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (buffer::lacks_bytes(params[i])) continue;
+      options.groups.shard.broadcast(params[i].detach(), 0, infos[i].name).wait();
+      options.groups.replicate.broadcast(params[i].detach(), 0, infos[i].name).wait();
     }
   }
-  return std::make_shared<ParamGroup>(std::move(spec));
+  auto group = std::make_shared<ParamGroup>(std::move(spec), params);
+  for (std::size_t i = 0; i < count; ++i) params[i].set_data(group->image(static_cast<int>(i)));
+  group->bind(std::move(params));
+  return group;
 }
 
 }  // namespace ragged::fsdp

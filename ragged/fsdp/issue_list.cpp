@@ -44,6 +44,15 @@ Calls reverse(std::span<const ForwardEvent> events) {
   return calls;
 }
 
+// The unit whose backward begins next after step s; -1 when none does. Modules sharded as one list run one after
+// another, and their unit needn't be dropped in between.
+int next_begun(const Calls& calls, std::size_t s) {
+  for (++s; s < calls.steps.size(); ++s) {
+    if (calls.steps[s].begins) return calls.unit[static_cast<std::size_t>(calls.steps[s].call)];
+  }
+  return -1;
+}
+
 }  // namespace
 
 IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch) {
@@ -60,19 +69,21 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
   std::vector<char> reshards(calls.unit.size(), 0);
   std::vector<char> reduces(calls.unit.size(), 0);
   std::vector<int> begin_order;  // calls in the order backward begins them
-  for (const Step& step : calls.steps) {
+  for (std::size_t s = 0; s < calls.steps.size(); ++s) {
+    const Step& step = calls.steps[s];
     const int unit = unit_of(step.call);
     const auto u = static_cast<std::size_t>(unit);
     const auto c = static_cast<std::size_t>(step.call);
     if (step.begins) {
       begin_order.push_back(step.call);
-      gathers[c] = traits(unit).has_params && !resident[u];
+      gathers[c] = traits(unit).has_params && traits(unit).gathers_in_backward && !resident[u];
       resident[u] = true;
       continue;
     }
     const bool last = --remaining[u] == 0;
     reduces[c] = last && traits(unit).has_params && traits(unit).reduces;
-    reshards[c] = traits(unit).has_params && (last || traits(unit).reshard_after_forward);
+    const bool drops = last ? traits(unit).reshard_after_backward : traits(unit).reshard_after_forward;
+    reshards[c] = traits(unit).has_params && drops && next_begun(calls, s) != unit;
     if (reshards[c]) resident[u] = false;
   }
 
@@ -88,14 +99,23 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
   for (const Step& step : calls.steps) {
     const auto c = static_cast<std::size_t>(step.call);
     if (step.begins) {
-      const std::size_t until = std::min(begin_order.size(), begun + static_cast<std::size_t>(prefetch) + 1);
-      for (std::size_t i = begun; i < until; ++i) {
-        const int call = begin_order[i];
+      const auto gather = [&](int call) {
         const auto u = static_cast<std::size_t>(unit_of(call));
-        if (!gathers[static_cast<std::size_t>(call)] || issued[static_cast<std::size_t>(call)] || occupied[u]) continue;
+        if (!gathers[static_cast<std::size_t>(call)] || issued[static_cast<std::size_t>(call)] || occupied[u]) return;
         list.issues.push_back({IssueKind::kGather, unit_of(call), call});
         issued[static_cast<std::size_t>(call)] = true;
         occupied[u] = true;
+      };
+      const std::vector<int>& named = traits(unit_of(step.call)).prefetch;
+      const std::size_t ahead = named.empty() ? static_cast<std::size_t>(prefetch) : 0;
+      const std::size_t until = std::min(begin_order.size(), begun + ahead + 1);
+      for (std::size_t i = begun; i < until; ++i) gather(begin_order[i]);
+      for (const int unit : named) {
+        const auto next = std::find_if(
+            begin_order.begin() + static_cast<std::ptrdiff_t>(begun), begin_order.end(), [&](int call) {
+              return unit_of(call) == unit && !issued[static_cast<std::size_t>(call)];
+            });
+        if (next != begin_order.end()) gather(*next);
       }
       ++begun;
       list.pre_backward[c] = static_cast<int>(list.issues.size());

@@ -14,7 +14,7 @@
 
 namespace ragged::fsdp {
 
-/// Unit `unit` began (is_begin) or ended its forward. Properly nested, the root's pair outermost.
+/// Unit `unit` began (is_begin) or ended its forward. Properly nested, the pair of one unit (the root's) outermost.
 struct ForwardEvent {
   bool is_begin = true;
   int unit = 0;
@@ -27,7 +27,10 @@ struct UnitTraits {
   bool has_params = true;
   bool reduces = true;                // has trainable parameters
   bool reshard_after_forward = true;  // so that its calls gather again in backward
-  bool resident = false;              // its image is there when backward begins
+  bool reshard_after_backward = true;
+  bool gathers_in_backward = true;  // false: backward needs no values of its parameters (an embedding's)
+  bool resident = false;            // its image is there when backward begins
+  std::vector<int> prefetch{};      // units whose gathers come with its own, instead of the next `prefetch` ones
 };
 
 enum class IssueKind { kGather, kReduce, kReshard };
@@ -44,7 +47,7 @@ struct IssueList {
   /// By call: how far the cursor must be when backward reaches the call, and when it leaves it.
   std::vector<int> pre_backward;
   std::vector<int> post_backward;
-  /// Where the entries of the root's end begin: everything before belongs to what the root called.
+  /// Where the entries of the outermost call's end begin: everything before belongs to what it called.
   int tail = 0;
 };
 

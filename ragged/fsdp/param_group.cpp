@@ -36,7 +36,7 @@ std::uint64_t checksum_of(const at::Tensor& tensor, std::uint64_t hash) {
 
 }  // namespace
 
-ParamGroup::ParamGroup(ParamGroupSpec spec) : spec_(std::move(spec)) {
+ParamGroup::ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values) : spec_(std::move(spec)) {
   const auto num_params = plan().params.size();
   filled_.assign(num_params, 0);
   used_.assign(num_params, 0);
@@ -49,17 +49,27 @@ ParamGroup::ParamGroup(ParamGroupSpec spec) : spec_(std::move(spec)) {
   masters_->adopt(at::zeros(  // padding stays zero: it travels, and norms run over it
       {masters_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device)));
   for (std::size_t i = 0; i < num_params; ++i) {
-    at::Tensor& param = spec_.params[i];
-    const int index = static_cast<int>(i);
-    if (buffer::lacks_bytes(param)) {
+    const at::Tensor& value = values[i];
+    if (!value.defined() || buffer::lacks_bytes(value)) {
       if (needs_values_.empty()) needs_values_ = plan().params[i].name;
-    } else {
-      const layout::Interval owned = plan().owned(index, spec_.groups.shard.rank());
-      masters_->tensor(index).copy_(param.detach().view({-1}).narrow(0, owned.begin, owned.size()));
-      checksum_ = checksum_of(param, checksum_);
+      continue;
     }
-    param.set_data(image_->tensor(index));
+    const int index = static_cast<int>(i);
+    const layout::Interval owned = plan().owned(index, spec_.groups.shard.rank());
+    masters_->tensor(index).copy_(value.detach().view({-1}).narrow(0, owned.begin, owned.size()));
+    checksum_ = checksum_of(value, checksum_);
   }
+}
+
+void ParamGroup::bind(std::vector<at::Tensor> params) {
+  RAGGED_ASSERT(params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
+  spec_.params = std::move(params);
+  accumulators_.clear();
+}
+
+void ParamGroup::set_master(int param, const at::Tensor& local) {
+  const at::NoGradGuard no_grad;
+  masters_->tensor(param).copy_(local);
 }
 
 buffer::DBufferSpec ParamGroup::buffer_spec(at::ScalarType dtype, int num_segments) const {
@@ -121,6 +131,7 @@ void ParamGroup::wait_for_unshard() {
   if (state_ != ShardState::kUnsharding) return;
   gather_.wait();
   state_ = ShardState::kUnsharded;
+  if (front_) front_->unsharded();
 }
 
 void ParamGroup::reshard() {
@@ -128,6 +139,7 @@ void ParamGroup::reshard() {
   wait_for_unshard();
   image_->detach();  // and the slot goes back to the pool
   state_ = ShardState::kSharded;
+  if (front_) front_->sharded();
 }
 
 void ParamGroup::hook_gradients(const GradientReady& ready) {
@@ -146,6 +158,7 @@ void ParamGroup::hook_gradients(const GradientReady& ready) {
 }
 
 bool ParamGroup::refresh_trainable(const GradientReady& ready) {
+  if (front_) front_->follow_requires_grad();
   bool trains = false;
   bool unfrozen = false;
   for (std::size_t i = 0; i < spec_.params.size(); ++i) {
@@ -168,8 +181,9 @@ bool ParamGroup::refresh_trainable(const GradientReady& ready) {
 
 void ParamGroup::take_gradient(int param) {
   const auto p = static_cast<std::size_t>(param);
-  at::Tensor& grad = spec_.params[p].mutable_grad();
-  if (!grad.defined()) return;
+  at::Tensor& leaf_grad = spec_.params[p].mutable_grad();
+  if (!leaf_grad.defined()) return;
+  const at::Tensor grad = front_ ? front_->dense_gradient(param, leaf_grad) : leaf_grad;
   RAGGED_CHECK(
       grad.layout() == at::kStrided,
       "[backward] Expected a dense gradient, but got a sparse one (param '{}'). Turn sparse gradients off.",
@@ -185,7 +199,7 @@ void ParamGroup::take_gradient(int param) {
     counters.cast_grad += static_cast<Index>(slot.nbytes());
   }
   filled_[p] = true;
-  grad.reset();
+  leaf_grad.reset();
 }
 
 at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
@@ -199,26 +213,30 @@ at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
 
 // Where the scatter writes. One replica: into the gradients themselves, added where a micro-batch came before.
 // Several: into a shard that is still to be summed over the replicas.
+// Somebody who wants to see the sum (a hook) sees this step's alone.
 DBuffer& ParamGroup::reduction_target(DBuffer::ReduceOptions& options) {
-  const int replicas = spec_.groups.replicate.size();
-  const bool postponed = !requires_all_reduce || partial_->is_resident();
+  const bool replicated = spec_.groups.replicate.size() > 1;
+  const bool postponed = replicated && (!requires_all_reduce || partial_->is_resident());
   DBuffer* target = grads_.get();
-  if (replicas > 1) {
-    if (postponed) {
-      target = partial_.get();
-    } else if (grads_->is_resident()) {
-      target = scratch_.get();
-    }
-  } else {
-    options.scale = 1.0 / spec_.groups.shard.size();
+  if (postponed) {
+    target = partial_.get();
+  } else if (grads_->is_resident() && (replicated || all_reduce_hook)) {
+    target = scratch_.get();
   }
+  if (!replicated) options.scale = 1.0 / divide_factor();
   options.accumulate = target->is_resident();
   if (!target->is_resident()) target->adopt(gradient_memory(*target));
   return *target;
 }
 
+double ParamGroup::divide_factor() const {
+  return gradient_divide_factor.value_or(spec_.groups.shard.size() * spec_.groups.replicate.size());
+}
+
 void ParamGroup::issue_reduction() {
   result_is_ready_ = false;
+  if (front_ && !unpublished_) take_foreign_gradients();
+  unpublished_ = true;
   RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
   comm::ProfilerRange range("ragged::reduce", spec_.name);
   if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
@@ -259,8 +277,12 @@ void ParamGroup::finish_reduction() {
   const Reduction done = std::move(*reduction_);
   reduction_.reset();
   result_is_ready_ = spec_.groups.replicate.size() == 1 || done.all_reducing;
-  if (!done.all_reducing) return;
-  done.target->scale(1.0 / (spec_.groups.shard.size() * spec_.groups.replicate.size()));
+  if (!result_is_ready_) return;
+  if (done.all_reducing) done.target->scale(1.0 / divide_factor());
+  if (all_reduce_hook) {
+    const at::Tensor sum = done.target->flat();
+    all_reduce_hook(sum);
+  }
   if (done.target != grads_.get()) merge(*done.target);
 }
 
@@ -278,6 +300,51 @@ void ParamGroup::publish(const char* used_by_any) {
     if (used_by_any[i]) has_grad_[i] = true;
   }
   std::fill(used_.begin(), used_.end(), 0);
+  unpublished_ = false;
+  if (!front_) return;
+  std::vector<GroupFront::Published> gradients;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (!has_grad_[i] || plan().segment_of(index) >= reduced_segments_) continue;
+    gradients.push_back({.param = index, .local = grads_->tensor(index), .is_fresh = used_by_any[i] != 0});
+  }
+  front_->published(gradients);
+}
+
+void ParamGroup::follow_gradients() {
+  if (!front_ || unpublished_) return;
+  bool any = false;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    has_grad_[i] = front_->gradient(static_cast<int>(i)) != GroupFront::Gradient::kNone;
+    any = any || has_grad_[i];
+  }
+  if (!any) grads_->adopt({});
+}
+
+// .grad of the front's parameters is theirs to set. None means that this reduction overwrites, whatever memory says;
+// a tensor of somebody else's is what this reduction adds to.
+void ParamGroup::take_foreign_gradients() {
+  follow_gradients();
+  const bool fresh = !grads_->is_resident();
+  BelowAutograd guard;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (plan().segment_of(index) >= reduced_segments_) continue;
+    const bool foreign = has_grad_[i] && front_->gradient(index) == GroupFront::Gradient::kForeign;
+    if (!foreign && (has_grad_[i] || fresh)) continue;
+    if (!grads_->is_resident()) {
+      grads_->adopt(gradient_memory(*grads_));
+      grads_->zero(counters);
+    }
+    at::Tensor own = grads_->tensor(index);
+    if (own.numel() == 0) continue;
+    if (foreign) {
+      own.copy_(front_->foreign_gradient(index));
+    } else {
+      own.zero_();
+      counters.zeroed += static_cast<Index>(own.nbytes());
+    }
+  }
 }
 
 void ParamGroup::zero_grad() {
@@ -295,10 +362,14 @@ void ParamGroup::abandon() {
     reduction_.reset();
   }
   reduce_->detach();
-  if (state_ != ShardState::kSharded) image_->detach();
-  state_ = ShardState::kSharded;
+  if (state_ != ShardState::kSharded) {
+    image_->detach();
+    state_ = ShardState::kSharded;
+    if (front_) front_->sharded();
+  }
   std::fill(filled_.begin(), filled_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
+  unpublished_ = false;
   for (at::Tensor& param : spec_.params) param.mutable_grad().reset();
 }
 

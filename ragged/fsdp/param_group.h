@@ -2,8 +2,10 @@
 // gradients are cast into, and the gradient shard. It knows how to move between states; the Runtime decides when.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,7 +28,35 @@ struct ParamGroupSpec {
   at::ScalarType master_dtype = at::kFloat;
   at::ScalarType param_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
-  std::vector<at::Tensor> params;  // the module's own, in plan order
+  /// The leaves that autograd sees, in plan order, over the image: see bind().
+  std::vector<at::Tensor> params{};
+};
+
+/// What a front end whose parameters are objects of their own (Python) hangs on a group. C++ modules need none.
+/// Called on the thread that drives the event, between ParamGroup's own steps; what it throws passes through.
+class GroupFront {
+ public:
+  virtual ~GroupFront() = default;
+  /// The image is there: the module's parameters are the unsharded ones from now on.
+  virtual void unsharded() = 0;
+  /// They are the sharded ones again.
+  virtual void sharded() = 0;
+  /// requires_grad of the sharded parameters, as the user left it, is carried over to the unsharded ones.
+  virtual void follow_requires_grad() = 0;
+  /// The dense tensor inside the gradient of an unsharded parameter that is a tensor subclass.
+  virtual at::Tensor dense_gradient(int param, const at::Tensor& grad) = 0;
+  enum class Gradient { kNone, kPublished, kForeign };
+  /// What the sharded parameter's .grad holds: nothing, what published() put there, or something of the user's.
+  virtual Gradient gradient(int param) const = 0;
+  /// The 1-D local part of a foreign one. Throws InvalidArgument where it doesn't fit.
+  virtual at::Tensor foreign_gradient(int param) = 0;
+  struct Published {
+    int param = 0;
+    at::Tensor local;       // the gradient as it is now, 1-D, a view of the gradient shard
+    bool is_fresh = false;  // this backward added to it: hooks that wait for gradients run
+  };
+  /// All gradients of the group, whether they changed or merely moved.
+  virtual void published(const std::vector<Published>& gradients) = 0;
 };
 
 /// The pool's size classes of a group, set once the whole tree is known (see [Note: slots]).
@@ -43,9 +73,15 @@ struct GroupSlots {
 /// Transitions are idempotent. Not thread-safe.
 class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
  public:
-  /// Takes this rank's part of the parameters' values into the masters and makes the module's parameters views of the
-  /// (dropped) image. Parameters without bytes leave their masters to be initialised.
-  explicit ParamGroup(ParamGroupSpec spec);
+  /// Takes this rank's part of the parameters' values (whole tensors, in plan order) into the masters. Values that are
+  /// undefined or without bytes leave their masters to be initialised.
+  ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values);
+  /// These leaves are the parameters from now on; each must be image(i) or a tensor over it.
+  void bind(std::vector<at::Tensor> params);
+  void set_front(std::unique_ptr<GroupFront> front) { front_ = std::move(front); }
+  GroupFront* front() const { return front_.get(); }
+  /// Parameter i of the (dropped) image, in its own shape.
+  at::Tensor image(int param) const { return image_->tensor(param); }
 
   const std::string& name() const { return spec_.name; }
   const plan::BucketPlan& plan() const { return *spec_.plan; }
@@ -93,6 +129,9 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
 
   bool has_grad(int param) const { return has_grad_[static_cast<std::size_t>(param)]; }
   void zero_grad();
+  /// Looks at the front's gradients: forgets those that were cleared, and gives the memory back when all were.
+  void follow_gradients();
+  bool reduces() const { return reduced_segments_ > 0; }
   /// Drops everything half done, waiting for what is in flight; keeps masters and published gradients.
   void abandon();
 
@@ -104,6 +143,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// After writing to masters through raw pointers.
   void bump_master_version();
   void mark_initialised() { needs_values_.clear(); }
+  /// Writes a parameter's local values, 1-D; after a load or an initialisation outside.
+  void set_master(int param, const at::Tensor& local);
   /// Name of a parameter whose masters were never written; empty when there is none.
   const std::string& needs_values() const { return needs_values_; }
   /// Of all values as they were before sharding; equal on all ranks that were initialised alike.
@@ -112,6 +153,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  /// Gradients are divided by it; none: by the number of ranks.
+  std::optional<double> gradient_divide_factor{};
+  /// Sees each reduced flat gradient shard, in the masters' dtype, before it is published or added.
+  std::function<void(const at::Tensor&)> all_reduce_hook{};
   buffer::ByteCounters counters;
 
  private:
@@ -128,9 +174,12 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
   at::Tensor gradient_memory(const buffer::DBuffer& shard);
   void merge(buffer::DBuffer& target);
+  void take_foreign_gradients();
+  double divide_factor() const;
   buffer::ShardedTensor describe(int param, int unit) const;
 
   ParamGroupSpec spec_;
+  std::unique_ptr<GroupFront> front_;
   GroupSlots slots_;
   ShardState state_ = ShardState::kSharded;
   int reduced_segments_ = 0;
@@ -144,6 +193,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::int64_t gathered_version_ = 0;
   std::optional<Reduction> reduction_;
   bool result_is_ready_ = false;
+  bool unpublished_ = false;  // grads_ holds sums that .grad doesn't show yet
   std::vector<char> filled_;  // slot holds a gradient of this rank
   std::vector<char> used_;
   std::vector<char> has_grad_;  // .grad is not None

@@ -7,11 +7,19 @@
 // reaches a unit's outputs moves the cursor to its gather, gradients that reach its inputs to its reduction. The
 // latter may never happen (no input needs a gradient), and the list's tail belongs to nobody, so the sweep, a callback
 // at the end of the outermost backward, works off the rest, waits for all reductions, learns which parameters any
-// rank used, and publishes gradients. If backward throws, the sweep never runs; the next forward then finds a
-// backward that began without end and recovers.
+// rank used, and publishes gradients. If backward throws, autograd drops the sweep's callback unrun, and with it the
+// token that it holds: so a failed backward is known, even among nested ones, and the next forward recovers.
+//
+// [Note: recomputation]
+// Activation checkpointing around a unit runs its forward again inside backward. If backward has reached the call, its
+// parameters are there. If not (the region around it is recomputed as a whole, or its first forward ran without
+// recording) they are gathered outside the list, at a point that is the same on all ranks, and the new graph gets the
+// hooks of the call that it repeats.
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,31 +34,48 @@ namespace ragged::fsdp {
 struct RuntimeUnit {
   std::string name;
   int parent = -1;
-  std::shared_ptr<ParamGroup> group;  // null: no parameters of its own
-  MixedPrecision mixed_precision;
-  bool has_explicit_reshard = false;
+  std::vector<std::shared_ptr<ParamGroup>> groups{};  // one a dtype and mesh; empty: no parameters of its own
+  MixedPrecision mixed_precision{};
+  std::vector<int> forward_prefetch{};   // units gathered with it in forward, besides those RuntimeOptions names
+  std::vector<int> backward_prefetch{};  // in backward, instead of those
+  bool unshard_in_backward = true;
+
+  bool trains() const;
+  bool reshards_after_forward() const { return !groups.empty() && groups.front()->reshard_after_forward; }
+  bool is_sharded() const { return groups.empty() || groups.front()->state() == ShardState::kSharded; }
 };
 
 /// Not thread-safe; autograd may call its hooks from its own thread while the driving thread waits.
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  Runtime(std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions options);
+  /// `shares`: another root whose pool and stream serve this one too (pipeline stages on one rank); may be null.
+  Runtime(
+      std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions options,
+      const Runtime* shares = nullptr);
   ~Runtime();
 
   const std::vector<RuntimeUnit>& units() const { return units_; }
   RuntimeUnit& unit(int index) { return units_[static_cast<std::size_t>(index)]; }
   const comm::MeshGroups& groups() const { return groups_; }
   RuntimeOptions options;
+  /// false: the sweep leaves reductions in flight and publishes nothing; a later backward's does.
+  bool is_last_backward = true;
 
   // --- the four events; see [Note: the step] ---
-  /// Returns the call's index in the open record, -1 without grad mode.
-  int pre_forward(int unit, const TensorRefs& inputs);
-  void post_forward(int unit, int call, const TensorRefs& outputs);
+  void pre_forward(int unit, const TensorRefs& inputs);
+  /// Ends the innermost open forward of this unit. `may_reshard`: false while modules that share the unit are to run.
+  void post_forward(int unit, const TensorRefs& outputs, bool may_reshard = true);
   /// The forward threw.
-  void abort_forward(int unit, int call) noexcept;
+  void abort_forward(int unit) noexcept;
 
   /// Ranks agree on plans, and where users initialised, on values. Collective; runs once, before the first gather.
   void check_ranks_agree();
+  /// Gathers a unit outside of any forward; wait_for_unshard() makes it usable. Collective.
+  void unshard(int unit);
+  void wait_for_unshard(int unit);
+  void reshard(int unit);
+  /// What the sweep left undone where is_last_backward was false.
+  void finish_backward();
   /// Waits for what is in flight and drops everything half done.
   void reset();
 
@@ -59,23 +84,38 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
  private:
   using Record = std::shared_ptr<ForwardRecord>;
+  /// A forward that has begun: of the current record, or (recomputes) of one that backward is in.
+  struct OpenCall {
+    int unit = 0;
+    int call = -1;  // in `record`; -1: nothing to hook
+    Record record;
+    comm::compat::NodePtr inputs;
+    bool recomputes = false;
+    bool reached = false;  // backward had reached the call: its parameters stay
+  };
 
   void make_slots();
   void begin_forward();
   void end_forward();
   void prefetch_forward(int unit);
   bool needs_backward(int unit, const TensorRefs& inputs) const;
+  void mark_call(OpenCall& open, const TensorRefs& inputs);
+  void hook_call(const OpenCall& open, const TensorRefs& outputs);
+  void begin_recomputation(int unit, const TensorRefs& inputs);
+  void drop_open_call();
 
   void pre_backward(const Record& record, int call);
   void post_backward(const Record& record, int call);
-  void gradient_ready(int unit, int param);
+  void gradient_ready(int unit, int group, int param);
   void activate(const Record& record);
   void advance(ForwardRecord& record, int target, bool skip_gathers = false);
   void issue_reduction(int unit);
   void sweep();
   void publish_gradients();
-  bool backward_failed() const;
-  ParamGroup::GradientReady gradient_hook(int unit);
+  void exchange_used(const std::vector<ParamGroup*>& groups, std::vector<char>& used) const;
+  bool backward_is_running() const { return backward_open_ && !backward_alive_.expired(); }
+  bool backward_failed() const { return backward_open_ && backward_alive_.expired(); }
+  ParamGroup::GradientReady gradient_hook(int unit, int group);
 
   std::vector<RuntimeUnit> units_;
   std::vector<char> subtree_trains_;
@@ -84,17 +124,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::optional<c10::Stream> gather_stream_;
   bool checked_ = false;
 
-  bool in_forward_ = false;
-  Record record_;  // of the forward that is running
+  std::vector<OpenCall> open_;  // forwards that have begun and not ended, outermost first
+  Record record_;               // of the forward that is running
   int next_record_ = 0;
   std::vector<int> last_order_;  // units in the order the last forward began them
   std::vector<int> order_;       // of the forward that is running
   std::size_t prefetched_ = 0;   // how far into last_order_ gathers were issued
+  std::vector<int> gathered_ahead_;
 
-  int backward_task_ = -1;  // autograd's id of the running backward
+  bool backward_open_ = false;           // began, and its sweep hasn't run
+  std::weak_ptr<void> backward_alive_;   // held by the sweep's callback
   std::vector<Record> active_;
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
-  std::vector<int> reduced_;             // units with a reduction in this backward, in order of issue
+  std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue
   int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;
 };

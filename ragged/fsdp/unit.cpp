@@ -81,11 +81,10 @@ Runtime& Unit::runtime() const {
     RuntimeUnit unit;
     unit.name = impl.name;
     unit.parent = impl.parent ? impl.parent->impl_->index : -1;
-    unit.group = impl.group;
     unit.mixed_precision = impl.options.mixed_precision;
-    unit.has_explicit_reshard = impl.options.reshard_after_forward.has_value();
     if (impl.group) {
-      impl.group->reshard_after_forward = impl.options.reshard_after_forward.value_or(true);
+      unit.groups = {impl.group};
+      impl.group->reshard_after_forward = impl.options.reshard_after_forward.value_or(impl.parent != nullptr);
       std::vector<std::string> names;
       for (const at::Tensor& param : impl.group->spec().params)
         names.push_back(param_names[param.unsafeGetTensorImpl()]);
@@ -227,7 +226,7 @@ RuntimeStats Unit::stats() const {
   Runtime& made = runtime();
   RuntimeStats stats;
   for (const RuntimeUnit& unit : made.units()) {
-    if (unit.group) stats.bytes += unit.group->counters;
+    for (const auto& group : unit.groups) stats.bytes += group->counters;
   }
   for (const comm::Communicator* communicator : {&made.groups().shard, &made.groups().replicate}) {
     stats.traffic += communicator->traffic();
@@ -253,19 +252,19 @@ StepForecast Unit::forecast(int micro_batches, bool sync_each_micro_batch) const
 ForwardScope::ForwardScope(Unit& unit, const TensorRefs& inputs) : unit_(unit) {
   Runtime& runtime = unit_.runtime();
   try {
-    call_ = runtime.pre_forward(unit_.impl_->index, inputs);
+    runtime.pre_forward(unit_.impl_->index, inputs);
   } catch (...) {
-    runtime.abort_forward(unit_.impl_->index, -1);
+    runtime.abort_forward(unit_.impl_->index);
     throw;
   }
 }
 
 ForwardScope::~ForwardScope() {
-  if (!finished_) unit_.runtime().abort_forward(unit_.impl_->index, call_);
+  if (!finished_) unit_.runtime().abort_forward(unit_.impl_->index);
 }
 
 void ForwardScope::finish(const TensorRefs& outputs) {
-  unit_.runtime().post_forward(unit_.impl_->index, call_, outputs);
+  unit_.runtime().post_forward(unit_.impl_->index, outputs);
   finished_ = true;
 }
 

@@ -163,7 +163,6 @@ class ForwardScope {
 
  private:
   Unit& unit_;
-  int call_ = -1;
   bool finished_ = false;
 };
 

@@ -133,9 +133,9 @@ TEST(Forecast, counts_a_step_by_hand) {
   const auto root = plan_of(8);  // one block: padded to 16
   const auto unit = plan_of(64);
   const std::vector<fsdp::UnitForecastInput> inputs{
-      {.name = "", .plan = &root, .parent = -1, .reshard_after_forward = false},
-      {.name = "a", .plan = &unit, .parent = 0},
-      {.name = "b", .plan = &unit, .parent = 0}};
+      {.name = "", .groups = {{.plan = &root}}, .parent = -1, .reshard_after_forward = false},
+      {.name = "a", .groups = {{.plan = &unit}}, .parent = 0},
+      {.name = "b", .groups = {{.plan = &unit}}, .parent = 0}};
   const std::vector<int> parents{-1, 0, 0};
   const auto f = fsdp::forecast_step(inputs, fsdp::module_order_events(parents), {});
   EXPECT_EQ(f.padding_bytes, 8 * 2);
