@@ -3,6 +3,7 @@ nearly all modules take and return, and dataclasses, which pytree treats as leav
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -50,10 +51,10 @@ def split_leaf(leaf: Any) -> tuple[list[Tensor], Rebuild]:
     tensors, rebuild = split(fields)
 
     def replaced(new: list[Tensor]) -> Any:
-        # In place: dataclasses may have fields that their constructor doesn't take, and be frozen.
+        # Not through the constructor: there may be fields that it doesn't take, and checks that it makes.
+        result = copy.copy(leaf)
         for name, item in rebuild(new).items():
-            if item is not fields[name]:
-                object.__setattr__(leaf, name, item)
-        return leaf
+            object.__setattr__(result, name, item)
+        return result
 
     return (tensors, replaced) if tensors else ([], lambda new: leaf)
