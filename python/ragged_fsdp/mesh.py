@@ -65,7 +65,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, col
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        kind = torch.accelerator.current_accelerator()
+        kind = torch.accelerator.current_accelerator(check_available=True)
         mesh = init_device_mesh("cpu" if kind is None else kind.type, (dist.get_world_size(),))
     spmd_mesh = None
     if dims is not None:

@@ -32,7 +32,8 @@ def _replicated_scalar(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     spec = by_dtype.get(local.dtype)
     if spec is None or spec.mesh is not mesh:
         spec = by_dtype[local.dtype] = make_spec(mesh, [Replicate()] * mesh.ndim, (), local.dtype)
-    return DTensor(local, spec, requires_grad=False)
+    # Not through DTensor(..): its __init__ does nothing and costs more than all the rest.
+    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _sharing_dims(operation: str, spec: DTensorSpec) -> tuple[int, ...]:
@@ -164,9 +165,12 @@ def _norms(operation: str, tensors: Sequence[Any], order: float, dtype: torch.dt
         values = _all_reduce_(_partial_norms(locals_, order), mesh, dims, _norm_reduce_op(order))
         if order not in (0.0, math.inf, -math.inf):
             values = values.pow(1.0 / order)
-        for i, value in zip(members, values):
+        by_dtype: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        for position, i in enumerate(members):
             wanted = dtype or _real(tensors[i].dtype)
-            results[i] = _replicated_scalar(value.to(wanted), mesh)
+            if wanted not in by_dtype:
+                by_dtype[wanted] = values.to(wanted).unbind()
+            results[i] = _replicated_scalar(by_dtype[wanted][position], mesh)
     return results
 
 
@@ -185,7 +189,10 @@ def _partial_norms(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
     if order in (1.0, 2.0, math.inf) and all(piece.is_floating_point() for piece in pieces):
         # Low precision is summed in fp32 by the kernel, but rounded back: ask for fp32 there.
         wide = torch.float32 if any(piece.element_size() < 4 for piece in pieces) else None
-        norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(pieces, order, dtype=wide)])
+        norms = torch._foreach_norm(pieces, order, dtype=wide)
+        if len({norm.dtype for norm in norms}) > 1:
+            norms = [norm.to(torch.float64) for norm in norms]
+        norms = torch.stack(norms).to(torch.float64)
     else:
         norms = torch.stack(
             [torch.linalg.vector_norm(piece, order, dtype=_wide(piece.dtype)).to(torch.float64) for piece in pieces]
@@ -231,9 +238,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def is_ragged_tensor(value: Any) -> bool:
     """True for a RaggedTensor (a stock DTensor may carry a ragged placement too; its ops are torch's)."""
-    from ragged_fsdp.tensor import RaggedTensor  # tensor.py imports this module's caller
-
-    return isinstance(value, RaggedTensor)
+    return getattr(value, "is_ragged_tensor", False)  # not isinstance: tensor.py imports this module
 
 
 # ---- comparisons and the gradient scaler ------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
     the placements say, naming both.
     """
 
+    is_ragged_tensor = True
+
     def __new__(
         cls,
         local: torch.Tensor,

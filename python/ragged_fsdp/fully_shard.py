@@ -1,0 +1,154 @@
+"""fully_shard: applies RaggedFSDP to a module, bottom-up, in the place of torch.distributed.fsdp.fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed._composable import contract
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from ragged_fsdp import _C
+from ragged_fsdp.blocks import Block, ShardPolicy
+from ragged_fsdp.mesh import DataMesh, DataParallelMeshDims, resolve_mesh
+from ragged_fsdp.module import FSDPModule
+from ragged_fsdp.params import collect, make_groups
+from ragged_fsdp.state import RaggedState, state_of
+
+
+@contract(state_cls=RaggedState)  # type: ignore[arg-type]
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_policy: ShardPolicy | Block | None = None,
+    collectives: str | None = None,
+) -> Any:
+    """Shards every parameter below `module` that no earlier call took, as one unit. Blocks first, the root last; returns what it was given.
+
+    The arguments are those of FSDP2 (torch 2.15), and two more:
+
+    shard_policy: a function of (name, parameter) that returns the block which must stay on one rank: rows(32), elements(n), tile(128, 128),
+        whole(), or None for 16 bytes; or one such block for all (veScale-FSDP section 4). It must answer alike on all ranks.
+    collectives: "auto" chooses what is fastest on the backend; "stock" issues the operations that FSDP2 does. Default: the environment
+        variable RAGGED_COLLECTIVES, else "auto".
+
+    mesh: 1-D shards, 2-D replicates over dim 0 and shards over dim 1; default: all ranks. With `dp_mesh_dims`, the full mesh of DTensor
+        parameters and the names of its data-parallel dims.
+    reshard_after_forward: True frees parameters after forward and gathers them again in backward; False keeps them; None is True except for
+        the root; an int isn't supported unless it means one of these.
+    shard_placement_fn: Shard(d) is taken as a block (no cut through a slice of dims 0..d); a ShardPlacementResult also chooses the mesh.
+    mp_policy: dtypes of the unit; masters, gradients and optimizer states keep the parameters' own. Parameters of several dtypes are fine.
+    ignored_params: left alone, neither sharded nor reduced.
+
+    Raises ValueError (InvalidArgument is one) for a module that can't be sharded, a parameter tied across units, 0-dim parameters, meshes and
+    policies that make no sense, before any communication; AssertionError for a module sharded twice.
+    """
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_without_nested(module))
+    for each in modules:
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
+    data = resolve_mesh(mesh, dp_mesh_dims, collectives)
+    state: RaggedState = fully_shard.state(modules[0])  # type: ignore[attr-defined]
+    state.mesh = data
+    state.mp_policy = mp_policy
+    state.offload_policy = offload_policy
+    state.reshard_after_forward = _checked_reshard(reshard_after_forward, data)
+    _check_offload(offload_policy, data)
+    ignored = set(ignored_params or ())
+    managed = _managed_modules(modules, state)
+    params = collect(modules, managed, ignored, state)
+    _move_to_device(managed, ignored, data.device)
+    if dp_mesh_dims is not None and (plain := [param.name for param in params if param.spec is None]):
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via distribute_module). Got plain tensor "
+            f"for parameter '{plain[0]}'."
+        )
+    state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, state)
+    state.init(modules)
+    for inner in managed:  # for Dynamo, as torch's own does
+        inner._is_fsdp_managed_module = True  # type: ignore[assignment]
+        inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+    for each in modules:
+        each.__class__ = _sharded_class(type(each))
+    return module
+
+
+def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of a list that don't lie in another of it, each once."""
+    inside = {inner for outer in modules for inner in outer.modules() if inner is not outer}
+    return [module for module in dict.fromkeys(modules) if module not in inside]
+
+
+def _managed_modules(modules: tuple[nn.Module, ...], own: RaggedState) -> list[nn.Module]:
+    """All modules below that belong to this unit: not those that an earlier call took, with what is below them."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or (module not in modules and state_of(module) is not None):
+            return
+        found[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(found)
+
+
+def _checked_reshard(value: bool | int | None, data: DataMesh) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}")
+    if value < 1 or value > data.shard_size or data.shard_size % value != 0:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {data.shard_size}, not {value}")
+    if value in (1, data.shard_size):
+        return value != 1
+    raise NotImplementedError(
+        f"[fully_shard] Expected reshard_after_forward to be a bool, 1 or {data.shard_size}, but got {value}. Resharding to smaller groups isn't "
+        "supported yet; use True, or a 2-D mesh (replicate, shard) of the size you want."
+    )
+
+
+def _check_offload(policy: OffloadPolicy, data: DataMesh) -> None:
+    """On a CPU mesh parameters, gradients and states are on the CPU in any case, and pinning has no meaning."""
+    if isinstance(policy, CPUOffloadPolicy) and data.device.type != "cpu":
+        raise NotImplementedError(
+            f"[fully_shard] Expected no CPUOffloadPolicy on a {data.device.type} mesh, but got one. Offloading isn't supported there yet."
+        )
+
+
+def _move_to_device(managed: list[nn.Module], ignored: set[nn.Parameter], device: torch.device) -> None:
+    for module in managed:
+        tensors: list[torch.Tensor] = [param for param in module._parameters.values() if param is not None and param not in ignored]
+        tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+        for tensor in tensors:
+            if tensor.device.type not in ("meta", device.type):
+                tensor.data = tensor.data.to(device)
+
+
+_sharded_classes: dict[type, type] = {}
+
+
+def _sharded_class(original: type) -> type:
+    if original not in _sharded_classes:
+        body = {"__deepcopy__": _no_deepcopy, "__module__": original.__module__}
+        _sharded_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
+    return _sharded_classes[original]
+
+
+def _no_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization. (For an averaged copy, keep deep copies of the parameters: "
+        "copy.deepcopy(list(model.parameters())) stays sharded.)"
+    )
