@@ -16,10 +16,13 @@ bool has_hooks(const py::object& parameter) {
 
 }  // namespace
 
+const at::Tensor& PythonFront::Entry::sharded() const {
+  return THPVariable_Unpack(python.sharded.ptr());
+}
+
 PythonFront::PythonFront(std::vector<PythonParam> params, PythonCalls calls) : calls_(std::move(calls)) {
   for (PythonParam& param : params) {
     Entry entry;
-    entry.sharded = THPVariable_Unpack(param.sharded.ptr());
     entry.unsharded = THPVariable_Unpack(param.unsharded.ptr());
     entry.python = std::move(param);
     entries_.push_back(std::move(entry));
@@ -46,7 +49,7 @@ void PythonFront::place(bool sharded) {
 
 void PythonFront::follow_requires_grad() {
   for (Entry& entry : entries_) {
-    const bool trains = entry.sharded.requires_grad();
+    const bool trains = entry.sharded().requires_grad();
     if (entry.unsharded.requires_grad() != trains) entry.unsharded.set_requires_grad(trains);
   }
 }
@@ -61,9 +64,10 @@ at::Tensor PythonFront::dense_gradient(int param, const at::Tensor& grad) {
 
 PythonFront::Gradient PythonFront::gradient(int param) const {
   const Entry& entry = entries_[static_cast<std::size_t>(param)];
-  const at::Tensor& grad = entry.sharded.grad();
+  const at::Tensor& grad = entry.sharded().grad();
   if (!grad.defined()) return Gradient::kNone;
-  return entry.gradient.defined() && grad.is_same(entry.gradient) ? Gradient::kPublished : Gradient::kForeign;
+  const bool ours = entry.wrapper && grad.is_same(THPVariable_Unpack(entry.wrapper.ptr()));
+  return ours ? Gradient::kPublished : Gradient::kForeign;
 }
 
 at::Tensor PythonFront::foreign_gradient(int param) {
@@ -77,14 +81,13 @@ void PythonFront::published(const std::vector<Published>& gradients) {
     const py::str local_name("_local_tensor");
     for (const Published& published : gradients) {
       Entry& entry = entries_[static_cast<std::size_t>(published.param)];
-      if (!entry.sharded.requires_grad()) continue;
+      if (!entry.sharded().requires_grad()) continue;
       if (!entry.wrapper) {
         entry.wrapper = calls_.wrap(published.local, entry.python.gradient_spec);
-        entry.gradient = THPVariable_Unpack(entry.wrapper.ptr());
       } else {
         py::setattr(entry.wrapper, local_name, py::cast(published.local));
       }
-      entry.sharded.mutable_grad() = entry.gradient;
+      entry.sharded().mutable_grad() = THPVariable_Unpack(entry.wrapper.ptr());
     }
     for (const Published& published : gradients) {
       const py::object& sharded = entries_[static_cast<std::size_t>(published.param)].python.sharded;
@@ -95,10 +98,8 @@ void PythonFront::published(const std::vector<Published>& gradients) {
 
 void PythonFront::set_sharded(int param, py::object sharded) {
   Entry& entry = entries_[static_cast<std::size_t>(param)];
-  entry.sharded = THPVariable_Unpack(sharded.ptr());
   entry.python.sharded = std::move(sharded);
   entry.wrapper = {};
-  entry.gradient.reset();
 }
 
 }  // namespace ragged::python

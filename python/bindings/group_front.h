@@ -41,12 +41,14 @@ class PythonFront : public fsdp::GroupFront {
   void set_sharded(int param, py::object sharded);
 
  private:
+  // Sharded parameters and gradients are held by their Python objects alone: module.to() swaps what is inside them,
+  // and torch allows that only where nobody else holds the tensor.
   struct Entry {
     PythonParam python;
-    at::Tensor sharded;
     at::Tensor unsharded;
     py::object wrapper;  // of the gradient; kept, its local tensor changes
-    at::Tensor gradient;
+
+    const at::Tensor& sharded() const;
   };
   void place(bool sharded);
 

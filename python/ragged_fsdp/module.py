@@ -14,6 +14,9 @@ from ragged_fsdp import _C
 from ragged_fsdp.state import RaggedState, state_of
 
 
+_TorchFSDPModule = torch_fsdp.FSDPModule
+
+
 class UnshardHandle:
     """What unshard(async_op=True) returns; wait() makes the parameters usable. Repeated waits do nothing."""
 
@@ -44,7 +47,7 @@ def _no(method: str, reason: str) -> NoReturn:
     raise NotImplementedError(f"[{method}] {reason}")
 
 
-class FSDPModule(torch_fsdp.FSDPModule):
+class FSDPModule(_TorchFSDPModule):
     """Mixed into the class of a sharded module: `isinstance(m, FSDPModule)` holds for ours and torch's. Methods are FSDP2's of torch 2.15, with
     the same defaults; those that steer copies which don't happen here raise and say so. Settings may be made before the first forward."""
 
@@ -254,7 +257,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """module.to(), cuda(), float(), to_empty(): converts the sharded parameters, then takes the new values into the masters."""
         state = self._get_fsdp_state()
         state.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(_TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         with torch.no_grad():
             state.reread()
         return result

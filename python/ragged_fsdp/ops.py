@@ -60,7 +60,8 @@ _handlers: dict[Any, Handler] = {}
 
 
 def _name(func: Any) -> str:
-    return func._schema.name.split("::")[-1]
+    schema = getattr(func, "_schema", None)  # higher-order ops have none
+    return schema.name.split("::")[-1] if schema is not None else str(func)
 
 
 def _is_inplace(name: str) -> bool:
@@ -197,6 +198,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
+    if isinstance(target, DTensor) and not isinstance(target, RaggedTensor):
+        return func(target, *[_as_stock(arg, target) for arg in args[1:]], **kwargs)
     if not isinstance(target, RaggedTensor):
         raise invalid(
             str(func), "the tensor that is written to be a RaggedTensor", f"a {type(target).__name__}",
@@ -207,6 +210,18 @@ def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     func(target._local_tensor, *[_local(arg, target, func) for arg in args[1:]],
          **{key: _local(value, target, func) for key, value in kwargs.items()})  # fmt: skip
     return target
+
+
+def _as_stock(value: Any, target: DTensor) -> Any:
+    # A ragged operand of an op that writes a stock DTensor comes to lie as that does; a first gradient may be one, see test_backward_twice.
+    if not isinstance(value, RaggedTensor):
+        return value
+    if value._spec.mesh != target._spec.mesh or _pending(target._spec):
+        raise invalid(
+            "in-place op", "a target on the same mesh without pending reductions", f"{target._spec.placements} on {target._spec.mesh}",
+            "Redistribute the operands to common placements first.", value._spec.mesh,
+        )  # fmt: skip
+    return value.redistribute(placements=target._spec.placements)
 
 
 def _same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,13 +242,15 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # new_zeros and friends: a ragged tensor where the size is the global one, else an ordinary replicated one.
     tensor, size = args[0], tuple(args[1])
     kwargs = _without_memory_format(kwargs)
+    rest = args[2:]
     if size == tuple(tensor.shape):
-        local = func(tensor._local_tensor, list(tensor._local_tensor.shape), *args[2:], **kwargs)
-        return _wrap(local, tensor)
-    local = func(tensor._local_tensor, list(size), *args[2:], **kwargs)
+        if _name(func) == "new_empty_strided":
+            rest = ([1], *rest[1:])
+        return _wrap(func(tensor._local_tensor, list(tensor._local_tensor.shape), *rest, **kwargs), tensor)
+    local = func(tensor._local_tensor, list(size), *rest, **kwargs)
     mesh = tensor._spec.mesh
     spec = make_spec(mesh, [Replicate()] * mesh.ndim, size, local.dtype)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 # ---- copies -----------------------------------------------------------------------------------------------------------------
@@ -255,6 +272,11 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return target
     target._local_tensor.copy_(_piece_for(target, source), *rest, **kwargs)
     return target
+
+
+def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for target, source in zip(args[0], args[1]):
+        target.copy_(source, *args[2:], **kwargs)
 
 
 def _piece_for(target: RaggedTensor, source: torch.Tensor) -> torch.Tensor:
@@ -396,6 +418,7 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 _SPECIAL: dict[str, Handler] = {
     "copy_": _copy,
+    "_foreach_copy_": _foreach_copy,
     "view": _same_shape_view,
     "_unsafe_view": _same_shape_view,
     "reshape": _same_shape_view,
@@ -404,6 +427,7 @@ _SPECIAL: dict[str, Handler] = {
     "new_zeros": _new_like,
     "new_ones": _new_like,
     "new_full": _new_like,
+    "new_empty_strided": _new_like,
     "uniform_": _random(random_fill.uniform, 0.0, 1.0),
     "normal_": _random(random_fill.normal, 0.0, 1.0),
     "exponential_": _random(random_fill.exponential, 1.0),

@@ -103,7 +103,7 @@ def transfer(local: torch.Tensor, spec: DTensorSpec, target: Sequence[Placement]
     Ragged local tensors are 1-D. Every rank of the mesh calls it. Raises InvalidArgument, on all ranks alike, for a target that doesn't fit.
     """
     mesh, shape = spec.mesh, spec.tensor_meta.shape  # type: ignore[union-attr]
-    target = tuple(_from_front(placement, len(shape)) for placement in target)
+    target = from_front(target, len(shape))
     check_placements(shape, mesh, target, "redistribute")
     current = list(spec.placements)
     if tuple(current) == target:
@@ -157,10 +157,9 @@ def transfer(local: torch.Tensor, spec: DTensorSpec, target: Sequence[Placement]
     return local.reshape(-1)[begin:end].clone()
 
 
-def _from_front(placement: Placement, ndim: int) -> Placement:
-    if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    return placement
+def from_front(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """The placements with negative Shard dims counted from the front."""
+    return tuple(Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
 
 
 def _same_elsewhere(current: Sequence[Placement], target: Sequence[Placement], mesh_dim: int) -> bool:

@@ -33,7 +33,7 @@ def _replicated_scalar(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if spec is None or spec.mesh is not mesh:
         spec = by_dtype[local.dtype] = make_spec(mesh, [Replicate()] * mesh.ndim, (), local.dtype)
     # Not through DTensor(..): its __init__ does nothing and costs more than all the rest.
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def _sharing_dims(operation: str, spec: DTensorSpec) -> tuple[int, ...]:

@@ -119,24 +119,16 @@ class RaggedState(_State):
         def elsewhere(state: RaggedState) -> Any:
             return lambda param: (owner[param].name or "root") if param in owner and owner[param] is not state else None
 
-        on_meta = []
         for state in states:
             state.reread(elsewhere(state))
             for group in state.groups:
                 for param in group.params:
                     param.name = names.get(param.registered, param.name)
-                    if param.sharded._local_tensor.device.type == "meta":  # type: ignore[attr-defined]
-                        on_meta.append(param.name)
+                _check_not_on_meta(group)
                 group.core.rename(state.name or "root", [param.name for param in group.params])
                 group.core.reshard_after_forward = (
                     self is not state if state.reshard_after_forward is None else bool(state.reshard_after_forward)
                 )
-        if on_meta:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
-                f"{on_meta}\nFor example, call module.to_empty(device) to materialize to device and call module.reset_parameters() on each "
-                "module to initialize values."
-            )
 
     def _runtime_unit(self, parent: int) -> Any:
         policy = self.mp_policy
@@ -250,6 +242,16 @@ class RaggedState(_State):
 
     def _lazy_init(self) -> None:
         self.lazy_init()
+
+
+def _check_not_on_meta(group: ManagedGroup) -> None:
+    on_meta = [param.name for param in group.params if param.sharded._local_tensor.device.type == "meta"]  # type: ignore[attr-defined]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
+            f"{on_meta}\nFor example, call module.to_empty(device) to materialize to device and call module.reset_parameters() on each module to "
+            "initialize values."
+        )
 
 
 def state_of(module: nn.Module) -> RaggedState | None:

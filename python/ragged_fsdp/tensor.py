@@ -24,10 +24,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from ragged_fsdp import flat
 from ragged_fsdp.checkpoint import RaggedCheckpointing
 from ragged_fsdp.placement import RaggedShard, foreign_box, invalid, ragged_mesh_dim
-from ragged_fsdp.redistribute import check_placements, cut_local, make_spec, transfer
+from ragged_fsdp.redistribute import check_placements, cut_local, from_front, make_spec, transfer
 
 _torch_data: Any = torch.Tensor.data
-_new_dtensor: Callable[..., Any] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]
+_new_dtensor: Callable[..., Any] = DTensor.__new__
 
 
 class RaggedTensor(RaggedCheckpointing, DTensor):
@@ -265,6 +265,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, placements: tuple[Placement, ...], backward_dtype: torch.dtype | None) -> Any:
         spec = tensor._spec
+        placements = from_front(placements, tensor.ndim)
         ctx.placements, ctx.dtypes = _settled(spec.placements), (backward_dtype, tensor.dtype)
         local = transfer(tensor._local_tensor, spec, placements)
         if local is tensor._local_tensor:

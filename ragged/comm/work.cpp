@@ -69,7 +69,7 @@ void Work::wait() {
   ProfilerRange range("ragged::wait", state->unit);
   const auto start = std::chrono::steady_clock::now();
   try {
-    for (compat::WorkPtr& work : state->works) work->wait(state->group->deadline);
+    for (compat::WorkPtr& work : state->works) work->wait(state->group->longest_wait());
   } catch (const std::exception& e) {
     state->end_all();
     state->group->fail(state->operation, state->unit, first_line(e));
@@ -85,7 +85,7 @@ void Work::abandon() noexcept {
   if (state->done) return;
   state->done = true;
   try {
-    for (compat::WorkPtr& work : state->works) work->wait(state->group->deadline);
+    for (compat::WorkPtr& work : state->works) work->wait(state->group->longest_wait());
   } catch (const std::exception& e) {
     // Not thrown, since the failure that led here was reported already. Whoever uses the group next is told.
     state->end_all();

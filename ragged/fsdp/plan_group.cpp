@@ -1,0 +1,52 @@
+#include "ragged/fsdp/plan_group.h"
+
+#include <algorithm>
+
+#include "ragged/base/error.h"
+#include "ragged/plan/planner.h"
+
+namespace ragged::fsdp {
+namespace {
+
+constexpr Index kUnitBytes = 16;  // collectives and kernels like 16-byte borders (paper.md, "NCCL alignment")
+
+plan::ParamSpec param_spec(const ParamInfo& info, const std::optional<plan::Block>& asked, Index unit) {
+  plan::ParamSpec spec;
+  spec.name = info.name;
+  spec.shape = info.shape;
+  spec.trainable = info.requires_grad;
+  const plan::Block block = asked ? *asked : plan::elements(std::max<Index>(1, std::min(unit, spec.numel())));
+  const plan::BlockExtent extent = plan::block_extent(block, spec.shape, info.name);
+  spec.block = extent.block;
+  spec.restart = extent.restart;
+  return spec;
+}
+
+}  // namespace
+
+ParamGroupSpec plan_group(
+    std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
+    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
+  ParamGroupSpec spec;
+  spec.groups = groups;
+  spec.master_dtype = params[0].dtype;
+  spec.param_dtype = mixed_precision.param_dtype.value_or(spec.master_dtype);
+  spec.reduce_dtype = mixed_precision.reduce_dtype.value_or(spec.param_dtype);
+  const Index narrowest =
+      static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
+  const Index unit = std::max<Index>(1, kUnitBytes / narrowest);
+  std::vector<plan::ParamSpec> specs;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    RAGGED_CHECK(
+        params[i].dtype == params[0].dtype,
+        "[fully_shard] Expected parameters of one dtype in a unit, but got {} (param '{}') and {} (param '{}'). Shard "
+        "them in different units, or convert one.",
+        c10::toString(params[0].dtype), params[0].name, c10::toString(params[i].dtype), params[i].name);
+    specs.push_back(param_spec(params[i], blocks[i], unit));
+  }
+  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(
+      specs, {.world_size = groups.shard.size(), .collective_unit = unit, .start_alignment = unit}));
+  return spec;
+}
+
+}  // namespace ragged::fsdp

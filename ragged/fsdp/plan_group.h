@@ -1,0 +1,18 @@
+// From the parameters of one unit to the plan and dtypes of their group: decides, touches no memory.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include "ragged/fsdp/options.h"
+#include "ragged/fsdp/param_group.h"
+
+namespace ragged::fsdp {
+
+/// Plans a group for parameters of one dtype, `params[0].dtype`; `blocks[i]` none: 16 bytes. Pure. Throws
+/// InvalidArgument, naming the parameter, for dtypes that differ or a block that doesn't fit. The result lacks leaves.
+ParamGroupSpec plan_group(
+    std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
+    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision);
+
+}  // namespace ragged::fsdp
