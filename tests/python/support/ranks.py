@@ -9,10 +9,12 @@ module-level function and returns plain tensors or values, no DTensors.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import shutil
 import sys
 import tempfile
@@ -50,30 +52,32 @@ def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float =
     threaded._install_threaded_pg()
 
     def body(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
         try:
-            with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = fn(rank, world, *args)
-        except BaseException as error:  # a rank must never be left waiting for one that has failed
-            failures.append((rank, error, traceback.format_exc()))
-            threaded.ProcessLocalGroup.exception_handle(error)
+            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = fn(rank, world, *args)
+            except BaseException as error:  # a rank must never be left waiting for one that has failed
+                failures.append((rank, error, traceback.format_exc()))
+                threaded.ProcessLocalGroup.exception_handle(error)
+            finally:
+                dist.destroy_process_group()
         finally:
-            dist.destroy_process_group()
+            finished[rank].set()
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank{rank}") for rank in range(world)]
+    finished = [threading.Event() for _ in range(world)]
     try:
-        for thread in threads:
-            thread.start()
+        for rank in range(world):
+            _worker(rank).tasks.put(functools.partial(body, rank))
         deadline = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        stacks = "".join(_stack_of(threads[rank], rank) for rank in stuck)
+        stuck = [rank for rank in range(world) if not finished[rank].wait(max(0.0, deadline - time.monotonic()))]
+        stacks = "".join(_stack_of(_worker(rank).thread, rank) for rank in stuck)
         causes = list(failures)  # waking the stuck ones adds a SystemExit of each
         if stuck:
             threaded.ProcessLocalGroup.exception_handle(TimeoutError())
-            for thread in threads:
-                thread.join(2.0)
+            for rank in range(world):
+                if not finished[rank].wait(2.0):
+                    del _workers[rank]  # it may still run: the next test gets a new thread
         threaded.ProcessLocalGroup.reset()
     finally:
         threaded._uninstall_threaded_pg()
@@ -84,6 +88,32 @@ def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float =
     if stuck:
         raise TimeoutError(f"ranks {stuck} of {world} still ran after {timeout} s\n{stacks}")
     return results
+
+
+class _Worker:
+    """The thread of one rank, kept for all tests: torch caches layouts by mesh, and tells meshes of threads apart by thread id, so an id that
+    came back as another rank would meet that rank's sizes."""
+
+    def __init__(self, rank: int) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"rank{rank}")
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.tasks.get()()
+            except BaseException:  # destroying the group of a failed test may fail too; the test has its error already
+                pass
+
+
+_workers: dict[int, _Worker] = {}
+
+
+def _worker(rank: int) -> _Worker:
+    if rank not in _workers:
+        _workers[rank] = _Worker(rank)
+    return _workers[rank]
 
 
 def _stack_of(thread: threading.Thread, rank: int) -> str:
