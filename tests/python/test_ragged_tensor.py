@@ -392,6 +392,8 @@ def _lists(rank, world):
         assert torch.equal(result.full_tensor(), expected + 2 * (expected + 1))
     for result, expected in zip(torch._foreach_mul(xs, [1.0, 2.0, 3.0]), [f * (i + 1) for i, f in enumerate(fulls)]):
         assert torch.equal(result.full_tensor(), expected)
+    torch._foreach_copy_(xs, fulls)
+    assert all(torch.equal(x.full_tensor(), full) for x, full in zip(xs, fulls))
     torch._foreach_copy_(xs, ys)
     torch._foreach_sqrt_([x.abs_() for x in xs])
     for x, f in zip(xs, fulls):
@@ -453,9 +455,10 @@ def test_copy_takes_anything(world):
 
 def _load_state_dict(rank, world):
     mesh = make_mesh(world)
-    torch.manual_seed(0)
-    plain = nn.Linear(4, 5)
-    model = nn.Linear(4, 5)
+    plain, model = nn.Linear(4, 5), nn.Linear(4, 5)
+    with torch.no_grad():
+        for seed, p in enumerate(plain.parameters()):  # the ranks share one default generator: no seeding here
+            p.copy_(values(p.shape, seed))
     for name, p in list(model.named_parameters()):
         setattr(model, name, nn.Parameter(distribute_tensor(torch.zeros_like(p), mesh, [layout(p.shape, world, len(name))])))
     model.load_state_dict({key: value.clone() for key, value in plain.state_dict().items()})
@@ -584,6 +587,30 @@ def _backward(rank, world):
         for p in (plain, ragged):
             torch.optim.SGD([p], lr=0.1).step()
         torch.testing.assert_close(ragged.detach().full_tensor(), plain.detach(), msg=name)
+
+
+def _backward_twice(rank, world):
+    mesh = make_mesh(world)
+    full = values((5, 4))
+    plain, ragged = nn.Parameter(full.clone()), nn.Parameter(distribute_tensor(full, mesh, [A]))
+    for p in (plain, ragged):
+        p.sum().backward()
+        (p * p).sum().backward()
+        p.sum().backward()
+        (p.exp() + p).sum().backward()
+    torch.testing.assert_close(ragged.grad.full_tensor(), plain.grad)
+    for p in (plain, ragged):
+        p.grad = None
+        (p * p).sum().backward()
+        p.sum().backward()
+    assert type(ragged.grad) is RaggedTensor
+    torch.testing.assert_close(ragged.grad.full_tensor(), plain.grad)
+    (double,) = torch.autograd.grad((ragged.exp() * ragged).sum(), ragged, create_graph=True)
+    torch.testing.assert_close(double.full_tensor(), full.exp() * full + full.exp())
+
+
+def test_backward_twice():
+    run_threads(2, _backward_twice)
 
 
 def test_losses_on_ragged_tensors_have_the_right_gradients():
