@@ -175,6 +175,7 @@ void bind_group(py::module_& module) {
           py::arg("stock") = false, py::arg("check_order") = false)
       .def_property_readonly("rank", &comm::Communicator::rank)
       .def_property_readonly("size", &comm::Communicator::size)
+      .def_property_readonly("is_stock", &comm::Communicator::is_stock)
       .def("broadcast", [](const comm::Communicator& c, const at::Tensor& tensor, int root, const std::string& unit) {
         py::gil_scoped_release no_gil;
         c.broadcast(tensor, root, unit).wait();
@@ -229,6 +230,7 @@ void bind_group(py::module_& module) {
             return std::pair{placement.dims(), placement.local_units()};
           },
           "(dims, units) of parameter i over the shard dim.")
+      .def("set_small_group", &ParamGroup::set_small_group)
       .def("rename", &ParamGroup::rename)
       .def_property_readonly("is_sharded", [](const ParamGroup& g) { return g.state() == fsdp::ShardState::kSharded; })
       .def_property_readonly("image_bytes", &ParamGroup::image_bytes)

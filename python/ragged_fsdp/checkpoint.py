@@ -1,7 +1,9 @@
-"""What torch.distributed.checkpoint asks of a RaggedTensor: the boxes of its piece, in the coordinates of the full tensor.
+"""What torch.distributed.checkpoint asks of a RaggedTensor: the boxes of its piece, in the coordinates of the full
+tensor.
 
-A flat interval of an n-D tensor is at most 2n-1 boxes, each a contiguous slice of the local tensor; saving and loading touch nothing else and need no
-communication. Replicas offer the same boxes and DCP keeps one. Reading and writing files is DCP's business.
+A flat interval of an n-D tensor is at most 2n-1 boxes, each a contiguous slice of the local tensor; saving and
+loading touch nothing else and need no communication. Replicas offer the same boxes and DCP keeps one. Reading and
+writing files is DCP's business.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ class RaggedCheckpointing:
         for placement in placements:
             if isinstance(placement, Partial) and not isinstance(placement, RaggedShard):
                 raise invalid(
-                    "checkpoint", "a tensor without pending reductions", placement,
-                    "Redistribute it first: Partial to Replicate.", mesh,
-                )  # fmt: skip
+                    "checkpoint",
+                    "a tensor without pending reductions",
+                    placement,
+                    "Redistribute it first: Partial to Replicate.",
+                    mesh,
+                )
         mesh_dim = ragged_mesh_dim(placements)
         ragged = placements[mesh_dim]
         sizes, origin = foreign_box(shape, mesh, placements)
@@ -66,6 +71,9 @@ class RaggedCheckpointing:
             if offset == index.offset:
                 return view
         raise invalid(
-            "checkpoint", f"the offset of one of this rank's boxes of '{index.fqn}'", index.offset,
-            "The tensor's placement has changed since the checkpoint was planned.", self._spec.mesh,
-        )  # fmt: skip
+            "checkpoint",
+            f"the offset of one of this rank's boxes of '{index.fqn}'",
+            index.offset,
+            "The tensor's placement has changed since the checkpoint was planned.",
+            self._spec.mesh,
+        )

@@ -1,7 +1,9 @@
-"""Collectives over flat intervals of one process group: gather, exchange, scatter and reduce-scatter of uneven contiguous pieces.
+"""Collectives over flat intervals of one process group: gather, exchange, scatter and reduce-scatter of uneven
+contiguous pieces.
 
-Plain 1-D tensors and lists of (begin, end), one a rank; no placements. Data that is only moved travels as bytes, since backends differ in the
-dtypes that they know. All calls are blocking and must be made by every rank of the group; a group of one moves nothing.
+Plain 1-D tensors and lists of (begin, end), one a rank; no placements. Data that is only moved travels as bytes,
+since backends differ in the dtypes that they know. All calls are blocking and must be made by every rank of the
+group; a group of one moves nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def gather(local: torch.Tensor, intervals: Sequence[Interval], group: dist.Proce
 def exchange(
     local: torch.Tensor, source: Sequence[Interval], target: Sequence[Interval], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """This rank's `target` interval, made of what the ranks hold by `source`: one uneven all-to-all, only overlaps travel.
+    """This rank's `target` interval, made of what the ranks hold by `source`: one uneven all-to-all, only overlaps
+    travel.
 
     Pieces on both sides ascend with the rank, so the send buffer is `local` and the receive buffer is the result.
     """
@@ -88,8 +91,8 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's interval of the reduction of all ranks' `full` (1-D).
 
-    Slices travel once, by all-to-all, and are reduced here in rank order, in fp32 for narrower floats: the result doesn't depend on the
-    backend's algorithm. On NCCL, equal pieces take its reduce-scatter.
+    Slices travel once, by all-to-all, and are reduced here in rank order, in fp32 for narrower floats: the result
+    doesn't depend on the backend's algorithm. On NCCL, equal pieces take its reduce-scatter.
     """
     rank, ranks = group.rank(), group.size()
     begin, end = intervals[rank]

@@ -45,7 +45,7 @@ def fully_shard(
     mesh: 1-D shards, 2-D replicates over dim 0 and shards over dim 1; default: all ranks. With `dp_mesh_dims`, the full mesh of DTensor
         parameters and the names of its data-parallel dims.
     reshard_after_forward: True frees parameters after forward and gathers them again in backward; False keeps them; None is True except for
-        the root; an int isn't supported unless it means one of these.
+        the root; an int k frees them but for a k-th part, which groups of k neighbouring ranks gather among themselves in backward.
     shard_placement_fn: Shard(d) is taken as a block (no cut through a slice of dims 0..d); a ShardPlacementResult also chooses the mesh.
     mp_policy: dtypes of the unit; masters, gradients and optimizer states keep the parameters' own. Parameters of several dtypes are fine.
     ignored_params: left alone, neither sharded nor reduced.
@@ -62,7 +62,7 @@ def fully_shard(
     state.mesh = data
     state.mp_policy = mp_policy
     state.offload_policy = offload_policy
-    state.reshard_after_forward = _checked_reshard(reshard_after_forward, data)
+    state.reshard_after_forward, small = _checked_reshard(reshard_after_forward, data)
     _check_offload(offload_policy, data)
     ignored = set(ignored_params or ())
     managed = _managed_modules(modules, state)
@@ -74,6 +74,9 @@ def fully_shard(
             f"for parameter '{plain[0]}'."
         )
     state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, state)
+    if small:
+        for group in state.groups:
+            group.core.set_small_group(data.small_group(small))
     state.init(modules)
     for inner in managed:  # for Dynamo, as torch's own does
         inner._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -105,19 +108,17 @@ def _managed_modules(modules: tuple[nn.Module, ...], own: RaggedState) -> list[n
     return list(found)
 
 
-def _checked_reshard(value: bool | int | None, data: DataMesh) -> bool | None:
+def _checked_reshard(value: bool | int | None, data: DataMesh) -> tuple[bool | None, int]:
+    """(reshard after forward, size of the groups that keep the image in between; 0: none does)."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, 0
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}")
     if value < 1 or value > data.shard_size or data.shard_size % value != 0:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {data.shard_size}, not {value}")
     if value in (1, data.shard_size):
-        return value != 1
-    raise NotImplementedError(
-        f"[fully_shard] Expected reshard_after_forward to be a bool, 1 or {data.shard_size}, but got {value}. Resharding to smaller groups isn't "
-        "supported yet; use True, or a 2-D mesh (replicate, shard) of the size you want."
-    )
+        return value != 1, 0
+    return True, value
 
 
 def _check_offload(policy: OffloadPolicy, data: DataMesh) -> None:

@@ -49,6 +49,17 @@ class DataMesh:
     def is_hybrid(self) -> bool:
         return self.mesh.ndim == 2
 
+    def small_group(self, size: int) -> Any:
+        """The communicator of this rank's `size` neighbours on the shard dim. Makes process groups, the same on all ranks, once a size."""
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        key = (self.device, self.shard.is_stock, size)
+        with _communicators_lock:
+            known = _communicators.setdefault(group, {})
+        if key not in known:
+            small = DeviceMesh(self.mesh.device_type, self.mesh.mesh.reshape(-1, size), mesh_dim_names=("_outer", "_small"))
+            known[key] = _communicator(small, 1, self.device, self.shard.is_stock)
+        return known[key]
+
 
 def names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """One name, several or none, as a tuple."""
@@ -108,7 +119,7 @@ def _named_submesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
 
 # One communicator a process group and setting, so that counters add up over the units of a model. Keyed by the group object, never by its
 # name: ranks may be threads of one process.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, bool], Any]] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 _communicators_lock = threading.Lock()
 
 

@@ -1,11 +1,13 @@
 """What torch ops do on RaggedTensors: a whitelist. An op that isn't on it is an error that names it.
 
-Each op has a kind, and a kind one handler: elementwise ops run on the local pieces, list ops (foreach, fused optimizers) on lists of them,
-reductions add one small all-reduce, fills and copies know the layout. A list of forbidden ops would be the other way to write this, and a trap: an
-op that nobody thought of, such as a mean, would then silently be computed of one rank's piece.
+Each op has a kind, and a kind one handler: elementwise ops run on the local pieces, list ops (foreach, fused
+optimizers) on lists of them, reductions add one small all-reduce, fills and copies know the layout. A list of
+forbidden ops would be the other way to write this, and a trap: an op that nobody thought of, such as a mean, would
+then silently be computed of one rank's piece.
 
-Operands that lie otherwise are brought to the first operand's placements (the written one's for in-place ops), DTensors of one element are
-scalars, and plain tensors are accepted only as scalars, because whether one holds the whole or a piece can't be known.
+Operands that lie otherwise are brought to the first operand's placements (the written one's for in-place ops),
+DTensors of one element are scalars, and plain tensors are accepted only as scalars, because whether one holds the
+whole or a piece can't be known.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ from ragged_fsdp.tensor import RaggedTensor
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _ELEMENTWISE = """
-    abs absolute neg negative positive sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
-    asinh acosh atanh sinc sigmoid log_sigmoid silu mish gelu relu relu6 leaky_relu elu celu selu softplus hardtanh hardsigmoid hardswish threshold
-    erf erfc erfinv lgamma digamma i0 ceil floor round trunc fix frac sign sgn signbit logit nan_to_num clamp clamp_min clamp_max clip
-    logical_not bitwise_not isnan isinf isposinf isneginf isfinite isreal angle real imag conj_physical
-    add sub rsub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum fmax fmin atan2 copysign
-    hypot nextafter heaviside xlogy ldexp logaddexp logaddexp2 eq ne not_equal lt less le less_equal gt greater ge greater_equal isclose
-    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
-    __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
-    lerp addcmul addcdiv where masked_fill
-    sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward elu_backward leaky_relu_backward hardtanh_backward
-    softplus_backward logit_backward
-    clone detach alias lift_fresh empty_like zeros_like ones_like full_like zero fill _to_copy contiguous _conj conj resolve_conj resolve_neg
+    abs absolute neg negative positive sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log10 log1p sin cos tan
+    asin acos atan sinh cosh tanh asinh acosh atanh sinc sigmoid log_sigmoid silu mish gelu relu relu6 leaky_relu elu
+    celu selu softplus hardtanh hardsigmoid hardswish threshold erf erfc erfinv lgamma digamma i0 ceil floor round
+    trunc fix frac sign sgn signbit logit nan_to_num clamp clamp_min clamp_max clip logical_not bitwise_not isnan
+    isinf isposinf isneginf isfinite isreal angle real imag conj_physical add sub rsub subtract mul multiply div
+    divide true_divide floor_divide remainder fmod pow float_power maximum minimum fmax fmin atan2 copysign hypot
+    nextafter heaviside xlogy ldexp logaddexp logaddexp2 eq ne not_equal lt less le less_equal gt greater ge
+    greater_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+    bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__
+    lerp addcmul addcdiv where masked_fill sigmoid_backward tanh_backward threshold_backward gelu_backward
+    silu_backward elu_backward leaky_relu_backward hardtanh_backward softplus_backward logit_backward clone detach
+    alias lift_fresh empty_like zeros_like ones_like full_like zero fill _to_copy contiguous _conj conj resolve_conj
+    resolve_neg
 """.split()
 
 # Ops that commute with a sum that is still pending on another mesh dim (the partial gradient of HSDP).
@@ -85,13 +88,14 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise NotImplementedError(
         str(
             invalid(
-                str(func), "an op that is defined on ragged pieces (elementwise, whole-tensor reduction, copy, fill, optimizer step)",
+                str(func),
+                "an op that is defined on ragged pieces (elementwise, whole-tensor reduction, copy, fill, optimizer step)",
                 f"{_name(func)} on a RaggedTensor of shape {tuple(tensor.shape)}",
                 "Gather first: x.full_tensor() for a plain tensor, or x.redistribute(placements=[Replicate(), ..]) for a DTensor.",
                 tensor._spec.mesh,
             )
         )
-    )  # fmt: skip
+    )
 
 
 def _first_ragged(args: Any, kwargs: dict[str, Any]) -> RaggedTensor:
@@ -105,7 +109,7 @@ def _first_ragged(args: Any, kwargs: dict[str, Any]) -> RaggedTensor:
     raise AssertionError("dispatched without a RaggedTensor")
 
 
-# ---- operands ---------------------------------------------------------------------------------------------------------------
+# ---- operands ---------------------------------------------------------------
 
 
 def _local(value: Any, like: RaggedTensor, func: Any, written: bool = False) -> Any:
@@ -123,9 +127,12 @@ def _local(value: Any, like: RaggedTensor, func: Any, written: bool = False) -> 
             return _scalar(local, value, like, func)
         if written:
             raise invalid(
-                str(func), f"everything that is written to lie as {spec.placements}", own.placements,
-                "Redistribute it before the call: a moved copy would lose what is written.", spec.mesh,
-            )  # fmt: skip
+                str(func),
+                f"everything that is written to lie as {spec.placements}",
+                own.placements,
+                "Redistribute it before the call: a moved copy would lose what is written.",
+                spec.mesh,
+            )
         if own.mesh == spec.mesh and value.shape == like.shape:
             return transfer(value._local_tensor, own, spec.placements)
         got = f"a DTensor of shape {tuple(value.shape)} on {own.mesh}"
@@ -134,13 +141,17 @@ def _local(value: Any, like: RaggedTensor, func: Any, written: bool = False) -> 
             return _scalar(value, value, like, func)
         got = f"a plain tensor of shape {tuple(value.shape)}"
     raise invalid(
-        str(func), f"scalars or DTensors of shape {tuple(like.shape)} on {spec.mesh} beside a RaggedTensor", got,
-        "Lay it out first: ragged_fsdp.distribute_tensor(x, p.device_mesh, p.placements); broadcasting isn't defined on pieces.", spec.mesh,
-    )  # fmt: skip
+        str(func),
+        f"scalars or DTensors of shape {tuple(like.shape)} on {spec.mesh} beside a RaggedTensor",
+        got,
+        "Lay it out first: ragged_fsdp.distribute_tensor(x, p.device_mesh, p.placements); broadcasting isn't defined on pieces.",
+        spec.mesh,
+    )
 
 
 def _scalar(local: torch.Tensor, value: torch.Tensor, like: RaggedTensor, func: Any) -> torch.Tensor:
-    # A one-element tensor with dims takes part in type promotion, so its dims are kept, but no more of them than the 1-D piece has.
+    # A one-element tensor with dims takes part in type promotion, so its dims are kept, but no more of them than the
+    # 1-D piece has.
     return local if local.ndim <= 1 else local.reshape(1)
 
 
@@ -150,9 +161,12 @@ def _check_linear(func: Any, tensor: RaggedTensor) -> None:
             base = _name(func).rstrip("_")
             if base not in _LINEAR:
                 raise invalid(
-                    str(func), "a tensor without pending reductions", placement,
-                    "Redistribute it first: Partial to Replicate.", tensor._spec.mesh,
-                )  # fmt: skip
+                    str(func),
+                    "a tensor without pending reductions",
+                    placement,
+                    "Redistribute it first: Partial to Replicate.",
+                    tensor._spec.mesh,
+                )
 
 
 def _pending(spec: DTensorSpec) -> bool:
@@ -168,19 +182,23 @@ def _wrap(local: Any, like: RaggedTensor) -> Any:
     return RaggedTensor.wrap(local, spec)
 
 
-# ---- elementwise ------------------------------------------------------------------------------------------------------------
+# ---- elementwise ------------------------------------------------------------
 
 
 def _without_memory_format(kwargs: dict[str, Any]) -> dict[str, Any]:
     # Pieces are 1-D: channels-last and the like mean nothing there.
-    return {key: value for key, value in kwargs.items() if key != "memory_format"} if "memory_format" in kwargs else kwargs
+    return (
+        {key: value for key, value in kwargs.items() if key != "memory_format"} if "memory_format" in kwargs else kwargs
+    )
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = kwargs.get("out")
     if out is not None:
         if not isinstance(out, RaggedTensor):
-            raise invalid(str(func), "out to be a RaggedTensor as well", type(out).__name__, "Use zeros_like of an operand.")
+            raise invalid(
+                str(func), "out to be a RaggedTensor as well", type(out).__name__, "Use zeros_like of an operand."
+            )
         like = out
     else:
         like = _first_ragged(args, kwargs)
@@ -202,25 +220,34 @@ def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(target, *[_as_stock(arg, target) for arg in args[1:]], **kwargs)
     if not isinstance(target, RaggedTensor):
         raise invalid(
-            str(func), "the tensor that is written to be a RaggedTensor", f"a {type(target).__name__}",
+            str(func),
+            "the tensor that is written to be a RaggedTensor",
+            f"a {type(target).__name__}",
             "Write into a RaggedTensor, or use full_tensor() of the other operand.",
-        )  # fmt: skip
+        )
     if _pending(target._spec):
         _check_linear(func, target)
-    func(target._local_tensor, *[_local(arg, target, func) for arg in args[1:]],
-         **{key: _local(value, target, func) for key, value in kwargs.items()})  # fmt: skip
+    func(
+        target._local_tensor,
+        *[_local(arg, target, func) for arg in args[1:]],
+        **{key: _local(value, target, func) for key, value in kwargs.items()},
+    )
     return target
 
 
 def _as_stock(value: Any, target: DTensor) -> Any:
-    # A ragged operand of an op that writes a stock DTensor comes to lie as that does; a first gradient may be one, see test_backward_twice.
+    # A ragged operand of an op that writes a stock DTensor comes to lie as that does; a first gradient may be one,
+    # see test_backward_twice.
     if not isinstance(value, RaggedTensor):
         return value
     if value._spec.mesh != target._spec.mesh or _pending(target._spec):
         raise invalid(
-            "in-place op", "a target on the same mesh without pending reductions", f"{target._spec.placements} on {target._spec.mesh}",
-            "Redistribute the operands to common placements first.", value._spec.mesh,
-        )  # fmt: skip
+            "in-place op",
+            "a target on the same mesh without pending reductions",
+            f"{target._spec.placements} on {target._spec.mesh}",
+            "Redistribute the operands to common placements first.",
+            value._spec.mesh,
+        )
     return value.redistribute(placements=target._spec.placements)
 
 
@@ -253,7 +280,7 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-# ---- copies -----------------------------------------------------------------------------------------------------------------
+# ---- copies -----------------------------------------------------------------
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,13 +289,20 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, RaggedTensor):
         if not isinstance(target, DTensor):
             raise invalid(
-                "copy_", "a RaggedTensor or DTensor as the target of a ragged source", f"a plain tensor of shape {tuple(target.shape)}",
-                "Copy the gathered tensor: target.copy_(source.full_tensor()).", source._spec.mesh,
-            )  # fmt: skip
+                "copy_",
+                "a RaggedTensor or DTensor as the target of a ragged source",
+                f"a plain tensor of shape {tuple(target.shape)}",
+                "Copy the gathered tensor: target.copy_(source.full_tensor()).",
+                source._spec.mesh,
+            )
         _check_shape("copy_", target, source)
         if target._spec.mesh != source._spec.mesh:
-            raise invalid("copy_", f"tensors on one mesh, {target._spec.mesh}", source._spec.mesh, "Copy source.full_tensor().")
-        target._local_tensor.copy_(transfer(source._local_tensor, source._spec, target._spec.placements), *rest, **kwargs)
+            raise invalid(
+                "copy_", f"tensors on one mesh, {target._spec.mesh}", source._spec.mesh, "Copy source.full_tensor()."
+            )
+        target._local_tensor.copy_(
+            transfer(source._local_tensor, source._spec, target._spec.placements), *rest, **kwargs
+        )
         return target
     target._local_tensor.copy_(_piece_for(target, source), *rest, **kwargs)
     return target
@@ -295,19 +329,24 @@ def _piece_for(target: RaggedTensor, source: torch.Tensor) -> torch.Tensor:
             a not in (1, b) for a, b in zip(reversed(source.shape), reversed(target.shape))
         ):
             raise invalid(
-                "copy_", f"a source of the global shape {tuple(target.shape)}", tuple(source.shape),
-                "Give the whole tensor, not this rank's piece (to write a piece: target.to_local().copy_(piece)).", spec.mesh,
-            )  # fmt: skip
+                "copy_",
+                f"a source of the global shape {tuple(target.shape)}",
+                tuple(source.shape),
+                "Give the whole tensor, not this rank's piece (to write a piece: target.to_local().copy_(piece)).",
+                spec.mesh,
+            )
         source = source.expand(target.shape)
     return cut_local(source, spec.mesh, spec.placements)
 
 
 def _check_shape(operation: str, target: torch.Tensor, source: torch.Tensor) -> None:
     if target.shape != source.shape:
-        raise invalid(operation, f"a source of shape {tuple(target.shape)}", tuple(source.shape), "Shapes here are global ones.")
+        raise invalid(
+            operation, f"a source of shape {tuple(target.shape)}", tuple(source.shape), "Shapes here are global ones."
+        )
 
 
-# ---- lists: foreach and fused optimizers ------------------------------------------------------------------------------------
+# ---- lists: foreach and fused optimizers ------------------------------------
 
 
 def _written_positions(func: Any) -> set[int]:
@@ -316,7 +355,8 @@ def _written_positions(func: Any) -> set[int]:
 
 
 def _list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Item i of every list goes with item i of the first; items of the first that aren't ragged are left to torch in a second call."""
+    """Item i of every list goes with item i of the first; items of the first that aren't ragged are left to torch in
+    a second call."""
     first = args[0]
     ragged = [i for i, item in enumerate(first) if isinstance(item, RaggedTensor)]
     if len(ragged) != len(first):
@@ -343,7 +383,9 @@ def _local_list(value: Any, first: Sequence[RaggedTensor], func: Any, written: b
     if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], torch.Tensor):
         return value
     return [
-        item._local_tensor if type(item) is RaggedTensor and item._spec is like._spec else _local(item, like, func, written)
+        item._local_tensor
+        if type(item) is RaggedTensor and item._spec is like._spec
+        else _local(item, like, func, written)
         for item, like in zip(value, first)
     ]
 
@@ -352,9 +394,11 @@ def _split_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rag
     first = args[0]
     if not ragged:
         raise invalid(
-            str(func), "RaggedTensors in the first list", type(first[0]).__name__ if first else "an empty list",
+            str(func),
+            "RaggedTensors in the first list",
+            type(first[0]).__name__ if first else "an empty list",
             "The list that is written or read first decides where the op runs: lay its tensors out like the others.",
-        )  # fmt: skip
+        )
     others = [i for i in range(len(first)) if i not in set(ragged)]
     results: list[Any] = [None] * len(first)
     for chosen in (ragged, others):
@@ -369,16 +413,14 @@ def _split_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rag
     return results if any(value is not None for value in results) else None
 
 
-# ---- random fills -----------------------------------------------------------------------------------------------------------
+# ---- random fills -----------------------------------------------------------
 
 
 def _random(make: Callable[..., random_fill.Sampler], *defaults: float) -> Handler:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, *given = args
         names = [argument.name for argument in func._schema.arguments[1:]]
-        values = [
-            given[i] if i < len(given) else kwargs.get(names[i], default) for i, default in enumerate(defaults)
-        ]
+        values = [given[i] if i < len(given) else kwargs.get(names[i], default) for i, default in enumerate(defaults)]
         random_fill.fill_(target._local_tensor, target._spec, make(*values), kwargs.get("generator"))
         return target
 
@@ -395,7 +437,7 @@ def _random_like(make: Callable[..., random_fill.Sampler], *values: float) -> Ha
     return handler
 
 
-# ---- small things -----------------------------------------------------------------------------------------------------------
+# ---- small things -----------------------------------------------------------
 
 
 def _on_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

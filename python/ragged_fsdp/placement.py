@@ -1,17 +1,21 @@
-"""RaggedShard and StridedRaggedShard: how a tensor's row-major storage is cut into uneven contiguous pieces over one mesh dim.
+"""RaggedShard and StridedRaggedShard: how a tensor's row-major storage is cut into uneven contiguous pieces over one
+mesh dim.
 
 Values only; what moves between placements is in redistribute.py. The index mathematics is C++ (`ragged_fsdp._C`).
 
 [Note: why a placement derives from Partial]
-Stock torch knows four kinds of placement and none from outside. Of these, `Partial` alone asks the placement itself what to do:
-`distribute_tensor` calls `_partition_value` and `full_tensor` calls `_reduce_value`. Deriving from it lets torch's own functions, and with
-them the state-dict helpers, cut and gather ragged tensors without patching torch. "Something is pending before this is the whole tensor" is
-also an honest reading. `_reduce_value` sees only a 1-D local tensor, so the placement carries the shape that it cuts.
+Stock torch knows four kinds of placement and none from outside. Of
+these, `Partial` alone asks the placement itself what to do: `distribute_tensor` calls `_partition_value` and
+`full_tensor` calls `_reduce_value`. Deriving from it lets torch's own functions, and with them the state-dict
+helpers, cut and gather ragged tensors without patching torch. "Something is pending before this is the whole tensor"
+is also an honest reading. `_reduce_value` sees only a 1-D local tensor, so the placement carries the shape that it
+cuts.
 
 [Note: foreign shards first, ragged last]
-On an N-D mesh the other placements (tensor or expert parallel `Shard`s) cut first, in mesh order, and ragged cuts what they leave on this
-rank, whatever the order of the list. `shape` is that left-over shape, so the placement of one tensor may differ between tensor-parallel
-ranks, never within the group that the ragged mesh dim spans.
+On an N-D mesh the other placements (tensor or expert parallel `Shard`s) cut
+first, in mesh order, and ragged cuts what they leave on this rank, whatever the order of the list. `shape` is that
+left-over shape, so the placement of one tensor may differ between tensor-parallel ranks, never within the group that
+the ragged mesh dim spans.
 """
 
 from __future__ import annotations
@@ -58,10 +62,11 @@ def _intervals(shape: tuple[int, ...], dims: int, units: tuple[int, ...]) -> tup
 class RaggedShard(Partial):
     """Rank r of the mesh dim owns one contiguous interval of the tensor's row-major storage; its local tensor is 1-D.
 
-    dims:        the leading tensor dims that may be cut, as a tuple (0, .., k-1) or as the number k. With k = 1 the atom is a row, with all
-                 dims an element, with none of them the whole tensor (one owner; units are then one-hot).
-    local_units: the ranks' relative shares, zeros allowed; divided by their gcd, so that equal layouts are equal placements. Their sum
-                 divides the product of the first k sizes. All zero means an empty tensor.
+    dims:        the leading tensor dims that may be cut, as a tuple (0, .., k-1) or as the number k. With k = 1 the
+                 atom is a row, with all dims an element, with none of them the whole tensor (one owner; units are
+                 then one-hot).
+    local_units: the ranks' relative shares, zeros allowed; divided by their gcd, so that equal layouts are equal
+                 placements. Their sum divides the product of the first k sizes. All zero means an empty tensor.
     shape:       what is cut: the tensor as the foreign placements left it on this rank (see the note above).
 
     Example: shape (5, 4), dims 1, units (2, 3): rank 0 owns elements [0, 8), rank 1 owns [8, 20).
@@ -77,9 +82,11 @@ class RaggedShard(Partial):
         if not isinstance(dims, int):
             if tuple(dims) != tuple(range(len(dims))):
                 raise invalid(
-                    type(self).__name__, "dims to be a prefix (0, 1, .., k-1)", tuple(dims),
+                    type(self).__name__,
+                    "dims to be a prefix (0, 1, .., k-1)",
+                    tuple(dims),
                     "Storage is cut in row-major order, so only leading dims can be cut: pass the number of them.",
-                )  # fmt: skip
+                )
             dims = len(dims)
         sizes = tuple(int(size) for size in shape)
         count, units = _normalized(dims, tuple(int(unit) for unit in local_units))
@@ -104,7 +111,8 @@ class RaggedShard(Partial):
         return len(self.local_units)
 
     def interval(self, rank: int) -> Interval:
-        """(begin, end) of the rank with this coordinate on the mesh dim, in elements of the row-major tensor of `shape`."""
+        """(begin, end) of the rank with this coordinate on the mesh dim, in elements of the row-major tensor of
+        `shape`."""
         return self._owned[rank]  # type: ignore[attr-defined]
 
     def intervals(self) -> tuple[Interval, ...]:
@@ -157,9 +165,12 @@ class RaggedShard(Partial):
     def _cut(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if tuple(tensor.shape) != self.shape:
             raise invalid(
-                "distribute_tensor", f"a tensor of shape {self.shape} where {self} cuts", tuple(tensor.shape),
-                "The placement is made for the shape that Shard placements leave on this rank: build it for that shape.", mesh,
-            )  # fmt: skip
+                "distribute_tensor",
+                f"a tensor of shape {self.shape} where {self} cuts",
+                tuple(tensor.shape),
+                "The placement is made for the shape that Shard placements leave on this rank: build it for that shape.",
+                mesh,
+            )
         begin, end = self.interval(mesh.get_local_rank(mesh_dim))
         return tensor.reshape(-1)[begin:end].clone()
 
@@ -170,10 +181,13 @@ class RaggedShard(Partial):
         begin, end = self.interval(mesh.get_local_rank(mesh_dim))
         if tensor.ndim != 1 or tensor.numel() != end - begin:
             raise invalid(
-                "full_tensor", f"a 1-D piece of {end - begin} elements on mesh dim {mesh_dim}", tuple(tensor.shape),
+                "full_tensor",
+                f"a 1-D piece of {end - begin} elements on mesh dim {mesh_dim}",
+                tuple(tensor.shape),
                 "torch gathers mesh dims from right to left, which is wrong beside a Shard: use ragged_fsdp.distribute_tensor, "
-                "whose tensors gather in the right order.", mesh,
-            )  # fmt: skip
+                "whose tensors gather in the right order.",
+                mesh,
+            )
         return flat.gather(tensor, self.intervals(), mesh.get_group(mesh_dim)).view(self.shape)
 
     def _reduce_shard_value(
@@ -186,9 +200,11 @@ class RaggedShard(Partial):
 
 
 class StridedRaggedShard(RaggedShard):
-    """RaggedShard of what a foreign Shard(0) to its right on the mesh left on this rank; `split_factor` is that mesh dim's size.
+    """RaggedShard of what a foreign Shard(0) to its right on the mesh left on this rank; `split_factor` is that mesh
+    dim's size.
 
-    Same interval arithmetic; the type records that rebuilding the full tensor interleaves the pieces of `split_factor` ranks.
+    Same interval arithmetic; the type records that rebuilding the full tensor interleaves the pieces of
+    `split_factor` ranks.
     """
 
     split_factor: int
@@ -198,7 +214,12 @@ class StridedRaggedShard(RaggedShard):
     ) -> None:
         super().__init__(dims, local_units, shape)
         if split_factor < 1:
-            raise invalid("StridedRaggedShard", "split_factor >= 1", split_factor, "It is the size of the mesh dim that has Shard(0).")
+            raise invalid(
+                "StridedRaggedShard",
+                "split_factor >= 1",
+                split_factor,
+                "It is the size of the mesh dim that has Shard(0).",
+            )
         self._freeze(split_factor=int(split_factor))
 
     def _key(self) -> tuple[Any, ...]:
@@ -213,8 +234,9 @@ class StridedRaggedShard(RaggedShard):
 class _CutLast(torch.Tensor):
     """A full tensor on its way through stock `distribute_tensor` that cuts itself ragged at the end.
 
-    Stock code walks the mesh dims from left to right, so a ragged placement is asked to cut before the Shards to its right have. This keeps
-    the n-D tensor and the wish to cut through their chunking and scattering, and cuts at the call that ends the walk, `requires_grad_`.
+    Stock code walks the mesh dims from left to right, so a ragged placement is asked to cut before the Shards to its
+    right have. This keeps the n-D tensor and the wish to cut through their chunking and scattering, and cuts at the
+    call that ends the walk, `requires_grad_`.
     """
 
     _wish: tuple[RaggedShard, DeviceMesh, int]
@@ -241,11 +263,12 @@ class _CutLast(torch.Tensor):
         return result
 
 
-# ---- foreign shards ---------------------------------------------------------------------------------------------------------
+# ---- foreign shards ---------------------------------------------------------
 
 
 def shard_interval(size: int, ranks: int, rank: int) -> Interval:
-    """[begin, end) of `rank` when `size` items are split as torch.chunk does: ceil-sized pieces, trailing ranks short or empty."""
+    """[begin, end) of `rank` when `size` items are split as torch.chunk does: ceil-sized pieces, trailing ranks short
+    or empty."""
     step = -(-size // ranks)
     return min(rank * step, size), min((rank + 1) * step, size)
 
@@ -254,7 +277,9 @@ def ragged_mesh_dim(placements: Sequence[Placement], operation: str = "RaggedTen
     """The mesh dim with the ragged placement, None without one; more than one is an error."""
     found = [dim for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     if len(found) > 1:
-        raise invalid(operation, "at most one ragged placement", tuple(placements), "Flatten the mesh dims that shard together.")
+        raise invalid(
+            operation, "at most one ragged placement", tuple(placements), "Flatten the mesh dims that shard together."
+        )
     return found[0] if found else None
 
 
@@ -268,15 +293,20 @@ def foreign_box(
         if type(placement) is Shard:
             dim = placement.dim
             if not 0 <= dim < len(sizes):
-                raise invalid(operation, f"Shard(d) with 0 <= d < {len(sizes)}", placement, "Count dims from the front.", mesh)
+                raise invalid(
+                    operation, f"Shard(d) with 0 <= d < {len(sizes)}", placement, "Count dims from the front.", mesh
+                )
             rank = coordinate[mesh_dim] if coordinate is not None else 0
             begin, end = shard_interval(sizes[dim], mesh.size(mesh_dim), rank)
             sizes[dim], offsets[dim] = end - begin, offsets[dim] + begin
         elif not isinstance(placement, (Replicate, Partial)):
             raise invalid(
-                operation, "Replicate, Shard, Partial or RaggedShard placements", placement,
-                "Other kinds, strided shards included, can't lie under a ragged one: redistribute to a plain Shard first.", mesh,
-            )  # fmt: skip
+                operation,
+                "Replicate, Shard, Partial or RaggedShard placements",
+                placement,
+                "Other kinds, strided shards included, can't lie under a ragged one: redistribute to a plain Shard first.",
+                mesh,
+            )
     return tuple(sizes), tuple(offsets)
 
 

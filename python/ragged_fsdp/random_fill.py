@@ -1,9 +1,10 @@
 """Random values for ragged tensors that depend on (seed, order of calls, global element index) and on nothing else.
 
-The same model initialised on any number of ranks, with any blocks, replicas or tensor parallelism, starts with the same bits, and nobody holds a
-whole tensor. Element i of a fill is a hash of the fill's 64-bit seed and i (SplitMix64, Steele et al. 2014: its state is a counter, so any
-element can be computed alone). The seed is drawn from torch's generator, one draw a fill on every rank, and rank 0's counts, so that replicas
-agree even where the ranks were seeded differently. Values differ from those that torch would draw for a plain tensor.
+The same model initialised on any number of ranks, with any blocks, replicas or tensor parallelism, starts with the
+same bits, and nobody holds a whole tensor. Element i of a fill is a hash of the fill's 64-bit seed and i (SplitMix64,
+Steele et al. 2014: its state is a counter, so any element can be computed alone). The seed is drawn from torch's
+generator, one draw a fill on every rank, and rank 0's counts, so that replicas agree even where the ranks were seeded
+differently. Values differ from those that torch would draw for a plain tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Moves a tensor between placements when at least one side is ragged. Works on local tensors and specs; tensor.py wraps the results.
+"""Moves a tensor between placements when at least one side is ragged. Works on local tensors and specs; tensor.py
+wraps the results.
 
 `transfer` is the one entry. What it runs, on the ragged mesh dim (the others unchanged):
 
@@ -10,8 +11,9 @@
     Shard(d)  -> ragged      all-to-all of box intersections
     Partial   -> ragged      reduce-scatter
 
-A pending Partial on another mesh dim is all-reduced while the tensor is small. When other mesh dims change as well, the ragged dim is gathered
-first and the rest left to torch. Everything is decided from specs, which all ranks of the group share, before the first collective.
+A pending Partial on another mesh dim is all-reduced while the tensor is small. When other mesh dims change as well,
+the ragged dim is gathered first and the rest left to torch. Everything is decided from specs, which all ranks of the
+group share, before the first collective.
 """
 
 from __future__ import annotations
@@ -57,22 +59,30 @@ def check_placements(
 ) -> int | None:
     """The ragged mesh dim of `placements` (None without one), after checking that they fit the mesh and the shape."""
     if len(placements) != mesh.ndim:
-        raise invalid(operation, f"one placement for each of the {mesh.ndim} mesh dims", tuple(placements), "Add Replicate().")
+        raise invalid(
+            operation, f"one placement for each of the {mesh.ndim} mesh dims", tuple(placements), "Add Replicate()."
+        )
     mesh_dim = ragged_mesh_dim(placements, operation)
     if mesh_dim is None:
         return None
     placement: Any = placements[mesh_dim]
     if placement.world_size != mesh.size(mesh_dim):
         raise invalid(
-            operation, f"{mesh.size(mesh_dim)} local units, one for each rank of mesh dim {mesh_dim}", placement.local_units,
-            "Build the placement for this mesh.", mesh,
-        )  # fmt: skip
+            operation,
+            f"{mesh.size(mesh_dim)} local units, one for each rank of mesh dim {mesh_dim}",
+            placement.local_units,
+            "Build the placement for this mesh.",
+            mesh,
+        )
     box, _ = foreign_box(shape, mesh, placements, operation)
     if placement.shape != box:
         raise invalid(
-            operation, f"a ragged placement for the shape {box} that the other placements leave on this rank", placement,
-            f"The full shape is {tuple(shape)}: give RaggedShard the pre-ragged shape.", mesh,
-        )  # fmt: skip
+            operation,
+            f"a ragged placement for the shape {box} that the other placements leave on this rank",
+            placement,
+            f"The full shape is {tuple(shape)}: give RaggedShard the pre-ragged shape.",
+            mesh,
+        )
     if isinstance(placement, StridedRaggedShard):
         factor = 1
         for other in range(mesh_dim + 1, mesh.ndim):
@@ -80,9 +90,12 @@ def check_placements(
                 factor *= mesh.size(other)
         if factor != placement.split_factor:
             raise invalid(
-                operation, f"split_factor {factor}, the size of the mesh dims with Shard(0) to the right", placement.split_factor,
-                "Use RaggedShard where there is none.", mesh,
-            )  # fmt: skip
+                operation,
+                f"split_factor {factor}, the size of the mesh dims with Shard(0) to the right",
+                placement.split_factor,
+                "Use RaggedShard where there is none.",
+                mesh,
+            )
     return mesh_dim
 
 
@@ -98,9 +111,11 @@ def cut_local(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def transfer(local: torch.Tensor, spec: DTensorSpec, target: Sequence[Placement]) -> torch.Tensor:
-    """The local tensor under `target` of the tensor that `spec` and `local` describe; new memory or `local` itself where nothing changes.
+    """The local tensor under `target` of the tensor that `spec` and `local` describe; new memory or `local` itself
+    where nothing changes.
 
-    Ragged local tensors are 1-D. Every rank of the mesh calls it. Raises InvalidArgument, on all ranks alike, for a target that doesn't fit.
+    Ragged local tensors are 1-D. Every rank of the mesh calls it. Raises InvalidArgument, on all ranks alike, for a
+    target that doesn't fit.
     """
     mesh, shape = spec.mesh, spec.tensor_meta.shape  # type: ignore[union-attr]
     target = from_front(target, len(shape))
@@ -167,8 +182,8 @@ def _same_elsewhere(current: Sequence[Placement], target: Sequence[Placement], m
 
 
 def _cuts_later(placements: Sequence[Placement], mesh_dim: int, tensor_dim: int) -> bool:
-    # torch cuts mesh dims from left to right: a Shard of the same tensor dim to the right cuts what Shard on mesh_dim left, so what is on
-    # this rank isn't a chunk of the pre-ragged tensor.
+    # torch cuts mesh dims from left to right: a Shard of the same tensor dim to the right cuts what Shard on mesh_dim
+    # left, so what is on this rank isn't a chunk of the pre-ragged tensor.
     return any(other == Shard(tensor_dim) for other in placements[mesh_dim + 1 :])
 
 
@@ -182,9 +197,12 @@ def _refuse_new_partials(
     for dim, goal in enumerate(target):
         if _is_pending(goal) and current[dim] != goal and not (dim == source_dim and goal == Partial("sum")):
             raise invalid(
-                "redistribute", "a target without a new Partial", goal,
-                f"Mesh dim {dim} is {current[dim]}: only ragged to Partial('sum') is defined.", mesh,
-            )  # fmt: skip
+                "redistribute",
+                "a target without a new Partial",
+                goal,
+                f"Mesh dim {dim} is {current[dim]}: only ragged to Partial('sum') is defined.",
+                mesh,
+            )
 
 
 def _finish_partials(
@@ -210,7 +228,7 @@ def _by_torch(
     return moved.wait() if isinstance(moved, funcol.AsyncCollectiveTensor) else moved
 
 
-# ---- ragged and Shard(d), by box intersection -------------------------------------------------------------------------------
+# ---- ragged and Shard(d), by box intersection -------------------------------
 
 
 def _row_intervals(shape: Sequence[int], ranks: int) -> list[Interval]:

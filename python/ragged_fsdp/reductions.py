@@ -1,8 +1,9 @@
 """Reductions of whole ragged tensors: sum, mean, norms, extremes, truth, equality, and the gradient scaler's check.
 
-Each computes on the local piece and adds one all-reduce of scalars over the mesh dims that share the tensor out (ragged and Shard, not
-Replicate). Results are 0-dim DTensors, replicated, so that they mix with those of other DTensors. A rank without elements contributes the
-neutral element. Reductions over single dims aren't defined on pieces and are refused.
+Each computes on the local piece and adds one all-reduce of scalars over the mesh dims that share the tensor out
+(ragged and Shard, not Replicate). Results are 0-dim DTensors, replicated, so that they mix with those of other
+DTensors. A rank without elements contributes the neutral element. Reductions over single dims aren't defined on
+pieces and are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def _sharing_dims(operation: str, spec: DTensorSpec) -> tuple[int, ...]:
             dims.append(dim)
         elif isinstance(placement, Partial):
             raise invalid(
-                operation, "a tensor without pending reductions", placement, "Redistribute it first: Partial to Replicate.", spec.mesh
+                operation,
+                "a tensor without pending reductions",
+                placement,
+                "Redistribute it first: Partial to Replicate.",
+                spec.mesh,
             )
     return tuple(dims)
 
@@ -56,16 +61,21 @@ def _all_reduce_(scalars: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], r
 
 def _whole(func: Any, tensor: Any, dim: Any, keepdim: bool) -> None:
     """Refuses anything but a reduction over all dims."""
-    dims = None if dim is None else {d % max(tensor.ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+    dims = (
+        None if dim is None else {d % max(tensor.ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+    )
     if keepdim or (dims and len(dims) != tensor.ndim):
         raise NotImplementedError(
             str(
                 invalid(
-                    str(func), "a reduction of the whole tensor", f"dim={dim}, keepdim={keepdim} on a RaggedTensor of shape {tuple(tensor.shape)}",
-                    "Rows may be cut between ranks. Gather first: x.full_tensor().", tensor._spec.mesh,
+                    str(func),
+                    "a reduction of the whole tensor",
+                    f"dim={dim}, keepdim={keepdim} on a RaggedTensor of shape {tuple(tensor.shape)}",
+                    "Rows may be cut between ranks. Gather first: x.full_tensor().",
+                    tensor._spec.mesh,
                 )
             )
-        )  # fmt: skip
+        )
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
@@ -76,7 +86,11 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def _reduced(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[torch.Tensor], torch.Tensor], reduce_op: str
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    reduce_op: str,
 ) -> DTensor:
     tensor = args[0]
     _whole(func, tensor, _argument(func, args, kwargs, "dim"), _argument(func, args, kwargs, "keepdim", False))
@@ -117,7 +131,8 @@ def _extreme(largest: bool) -> Handler:
             raise invalid(str(func), "a tensor with elements", tuple(args[0].shape), "There is no extreme of nothing.")
 
         def compute(local: torch.Tensor) -> torch.Tensor:
-            # NaN is the extreme of everything in torch but not in every backend's all-reduce: handled as two values below.
+            # NaN is the extreme of everything in torch but not in every backend's all-reduce: handled as two values
+            # below.
             if local.numel():
                 return local.amax() if largest else local.amin()
             return torch.full((), _lowest(local.dtype, largest), dtype=local.dtype, device=local.device)
@@ -126,7 +141,9 @@ def _extreme(largest: bool) -> Handler:
         if not args[0].dtype.is_floating_point:
             return result
         has_nan = _reduced(func, args, kwargs, lambda local: local.isnan().any().to(torch.int32), "max")
-        value = torch.where(has_nan._local_tensor > 0, torch.full_like(result._local_tensor, math.nan), result._local_tensor)
+        value = torch.where(
+            has_nan._local_tensor > 0, torch.full_like(result._local_tensor, math.nan), result._local_tensor
+        )
         return _replicated_scalar(value, args[0]._spec.mesh)
 
     return handler
@@ -149,11 +166,12 @@ def _all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return _reduced(func, args, kwargs, lambda local: local.all(), "min")
 
 
-# ---- norms ------------------------------------------------------------------------------------------------------------------
+# ---- norms ------------------------------------------------------------------
 
 
 def _norms(operation: str, tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[DTensor]:
-    """The vector norm of each tensor: one all-reduce for all that share a mesh and its sharing dims, in fp64 between ranks."""
+    """The vector norm of each tensor: one all-reduce for all that share a mesh and its sharing dims, in fp64 between
+    ranks."""
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, tensor in enumerate(tensors):
         key = (id(tensor._spec.mesh), _sharing_dims(operation, tensor._spec))
@@ -179,7 +197,8 @@ def _norm_reduce_op(order: float) -> str:
 
 
 def _partial_norms(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    # 1-D fp64: sums of p-th powers, or extremes; empty pieces give the neutral element (a kernel would refuse them for extremes).
+    # 1-D fp64: sums of p-th powers, or extremes; empty pieces give the neutral element (a kernel would refuse them
+    # for extremes).
     neutral = {math.inf: 0.0, -math.inf: math.inf}.get(order, 0.0)
     filled = [i for i, local in enumerate(locals_) if local.numel()]
     values = torch.full((len(locals_),), neutral, dtype=torch.float64, device=locals_[0].device)
@@ -241,7 +260,7 @@ def is_ragged_tensor(value: Any) -> bool:
     return getattr(value, "is_ragged_tensor", False)  # not isinstance: tensor.py imports this module
 
 
-# ---- comparisons and the gradient scaler ------------------------------------------------------------------------------------
+# ---- comparisons and the gradient scaler ------------------------------------
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -253,7 +272,9 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             raise invalid(str(func), "two DTensors on one mesh", type(x).__name__, "Compare full_tensor() of both.")
     like, other = (a, b) if is_ragged_tensor(a) else (b, a)
     moved = transfer(other._local_tensor, other._spec, like._spec.placements)
-    same = torch.tensor(int(torch.equal(like._local_tensor, moved)), device=like._local_tensor.device, dtype=torch.int32)
+    same = torch.tensor(
+        int(torch.equal(like._local_tensor, moved)), device=like._local_tensor.device, dtype=torch.int32
+    )
     dims = _sharing_dims(str(func), like._spec)
     return bool(_all_reduce_(same, like._spec.mesh, dims, "min").item())
 

@@ -1,8 +1,10 @@
-"""`set_model_state_dict` and `set_optimizer_state_dict` for ragged models: torch's, with the one case that torch can't do.
+"""`set_model_state_dict` and `set_optimizer_state_dict` for ragged models: torch's, with the one case that torch
+can't do.
 
-torch.distributed.checkpoint.state_dict works on ragged models as it is, but for `broadcast_from_rank0`: it slices the full tensor by a function that
-knows Shard only. These two take that case over, one tensor at a time, and hand everything else to torch. The state dict may be full on rank 0 and empty
-elsewhere. Reading (`get_*_state_dict`) needs nothing of ours.
+torch.distributed.checkpoint.state_dict works on ragged models as it is, but for `broadcast_from_rank0`: it slices the
+full tensor by a function that knows Shard only. These two take that case over, one tensor at a time, and hand
+everything else to torch. The state dict may be full on rank 0 and empty elsewhere. Reading (`get_*_state_dict`) needs
+nothing of ours.
 """
 
 from __future__ import annotations
@@ -59,9 +61,11 @@ def set_optimizer_state_dict(
     assert options is not None
     if options.flatten_optimizer_state_dict:
         raise invalid(
-            "set_optimizer_state_dict", "a nested state dict with broadcast_from_rank0", "flatten_optimizer_state_dict=True",
+            "set_optimizer_state_dict",
+            "a nested state dict with broadcast_from_rank0",
+            "flatten_optimizer_state_dict=True",
             "Pass the dict that get_optimizer_state_dict returns without flattening.",
-        )  # fmt: skip
+        )
     # State of a parameter has the path ("state", name, key).
     state = _spread(optim_state_dict, lambda path: parameters.get(path[1]) if len(path) == 3 else None)
     _torch.set_optimizer_state_dict(model, optimizers, state, options=_sharded(options))
@@ -83,7 +87,8 @@ def _canonical(model: nn.Module, name: str) -> str:
 
 
 def _spread(tree: Any, target_of: Any) -> Any:
-    """Rank 0's nested dict on every rank, its tensors laid out as `target_of(path)`, if any of the same shape, or whole."""
+    """Rank 0's nested dict on every rank, its tensors laid out as `target_of(path)`, if any of the same shape, or
+    whole."""
     rank = dist.get_rank()
     box = [_skeleton(tree) if rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
@@ -93,7 +98,9 @@ def _spread(tree: Any, target_of: Any) -> Any:
 def _skeleton(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor):
-            raise invalid("set_state_dict", "plain full tensors on rank 0", type(value).__name__, "Gather the state dict first.")
+            raise invalid(
+                "set_state_dict", "plain full tensors on rank 0", type(value).__name__, "Gather the state dict first."
+            )
         return _Missing(tuple(value.shape), value.dtype)
     if isinstance(value, dict):
         return {key: _skeleton(part) for key, part in value.items()}
@@ -107,7 +114,10 @@ def _filled(skeleton: Any, source: Any, path: tuple[Any, ...], target_of: Any) -
             parts[key] = _filled(part, None if source is None else source[key], (*path, key), target_of)
         return parts
     if isinstance(skeleton, list):
-        return [_filled(part, source[i] if source is not None else None, (*path, i), target_of) for i, part in enumerate(skeleton)]
+        return [
+            _filled(part, source[i] if source is not None else None, (*path, i), target_of)
+            for i, part in enumerate(skeleton)
+        ]
     if not isinstance(skeleton, _Missing):
         return skeleton
     target = target_of(path)
@@ -118,7 +128,9 @@ def _filled(skeleton: Any, source: Any, path: tuple[Any, ...], target_of: Any) -
     if isinstance(target, DTensor) and target.shape == full.shape:
         mesh = target.device_mesh
         if mesh.size() == dist.get_world_size() and int(mesh.mesh.reshape(-1)[0]) == 0:
-            return distribute_tensor(full, mesh, target.placements)  # scatters from rank 0: each rank gets its piece alone
+            return distribute_tensor(
+                full, mesh, target.placements
+            )  # scatters from rank 0: each rank gets its piece alone
         dist.broadcast(full, src=0)
         return distribute_tensor(full, mesh, target.placements, src_data_rank=None)
     dist.broadcast(full, src=0)

@@ -1,11 +1,13 @@
 """RaggedTensor: a DTensor whose local tensor is one contiguous, 1-D piece of the row-major global tensor.
 
-A subclass with its own dispatch (ops.py): what is defined on shards runs on them, everything else is an error that says so, and nothing gathers
-behind the user's back. Not a matrix: `mm`, views and indexing need `full_tensor()` first.
+A subclass with its own dispatch (ops.py): what is defined on shards runs on them, everything else is an error that
+says so, and nothing gathers behind the user's back. Not a matrix: `mm`, views and indexing need `full_tensor()`
+first.
 
 [Note: wrappers are cheap and their locals change]
-`RaggedTensor.wrap(local, spec)` makes one object and checks nothing. The wrapper reads `_local_tensor` at every op, so an owner may keep a
-wrapper (a gradient's, say) and assign another piece of the same size, dtype and device to `_local_tensor`.
+`RaggedTensor.wrap(local, spec)` makes one object and checks
+nothing. The wrapper reads `_local_tensor` at every op, so an owner may keep a wrapper (a gradient's, say) and assign
+another piece of the same size, dtype and device to `_local_tensor`.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ _new_dtensor: Callable[..., Any] = DTensor.__new__
 class RaggedTensor(RaggedCheckpointing, DTensor):
     """A tensor of global `shape`, of which `local` (1-D, contiguous) is this rank's piece under `placements` on `mesh`.
 
-    Exactly one of the placements is a RaggedShard; it sits on the mesh dim that data parallelism shards over. No communication here: every
-    rank gives its own piece. `stride`, if given, must be the row-major one. Raises InvalidArgument for a local tensor that isn't the piece that
-    the placements say, naming both.
+    Exactly one of the placements is a RaggedShard; it sits on the mesh dim that data parallelism shards over. No
+    communication here: every rank gives its own piece. `stride`, if given, must be the row-major one. Raises
+    InvalidArgument for a local tensor that isn't the piece that the placements say, naming both.
     """
 
     is_ragged_tensor = True
@@ -53,18 +55,28 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         mesh_dim = check_placements(shape, mesh, placements, "RaggedTensor")
         if mesh_dim is None:
             raise invalid(
-                "RaggedTensor", "one RaggedShard among the placements", tuple(placements), "Use DTensor.from_local for the others."
+                "RaggedTensor",
+                "one RaggedShard among the placements",
+                tuple(placements),
+                "Use DTensor.from_local for the others.",
             )
         spec = make_spec(mesh, placements, shape, local.dtype)
         if stride is not None and tuple(stride) != spec.tensor_meta.stride:
-            raise invalid("RaggedTensor", f"the row-major stride {spec.tensor_meta.stride}", tuple(stride), "Call contiguous() first.")
+            raise invalid(
+                "RaggedTensor",
+                f"the row-major stride {spec.tensor_meta.stride}",
+                tuple(stride),
+                "Call contiguous() first.",
+            )
         begin, end = placements[mesh_dim].interval(mesh.get_local_rank(mesh_dim))  # type: ignore[attr-defined]
         if local.ndim != 1 or local.numel() != end - begin or not local.is_contiguous():
             raise invalid(
-                "RaggedTensor", f"a contiguous 1-D local tensor of {end - begin} elements",
-                f"shape {tuple(local.shape)} with stride {local.stride()}", f"This rank owns [{begin}, {end}) of {placements[mesh_dim]}.",
+                "RaggedTensor",
+                f"a contiguous 1-D local tensor of {end - begin} elements",
+                f"shape {tuple(local.shape)} with stride {local.stride()}",
+                f"This rank owns [{begin}, {end}) of {placements[mesh_dim]}.",
                 mesh,
-            )  # fmt: skip
+            )
         return cls.wrap(local.detach(), spec, requires_grad)
 
     @classmethod
@@ -86,16 +98,20 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         return mesh_dim, self._spec.placements[mesh_dim]  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The 1-D piece of this rank, sharing memory. Differentiable; `grad_placements` must be None or the tensor's own."""
+        """The 1-D piece of this rank, sharing memory. Differentiable; `grad_placements` must be None or the tensor's
+        own."""
         if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
-            raise invalid("to_local", "grad_placements None", tuple(grad_placements), "A piece's gradient lies as the piece does.")
+            raise invalid(
+                "to_local", "grad_placements None", tuple(grad_placements), "A piece's gradient lies as the piece does."
+            )
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor
         return _ToLocal.apply(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor as a plain one, on every rank; a collective over the mesh. Differentiable: each rank's gradient is taken to be the
-        gradient of the whole, and this rank keeps its piece of it (pass `[Partial()]`-like grad_placements to have them summed)."""
+        """The whole tensor as a plain one, on every rank; a collective over the mesh. Differentiable: each rank's
+        gradient is taken to be the gradient of the whole, and this rank keeps its piece of it (pass
+        `[Partial()]`-like grad_placements to have them summed)."""
         replicated = [Replicate()] * self._spec.mesh.ndim
         if torch.is_grad_enabled() and self.requires_grad:
             return _FullTensor.apply(self, tuple(grad_placements or replicated))
@@ -110,12 +126,16 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor under other placements: a RaggedTensor if one is ragged, else a DTensor. A collective over the mesh.
+        """The same tensor under other placements: a RaggedTensor if one is ragged, else a DTensor. A collective over
+        the mesh.
 
-        Same mesh only. `async_op` is accepted and runs synchronously. The dtypes are those that the data and its gradient travel in.
+        Same mesh only. `async_op` is accepted and runs synchronously. The dtypes are those that the data and its
+        gradient travel in.
         """
         if device_mesh is not None and device_mesh != self._spec.mesh:
-            raise invalid("redistribute", f"the tensor's own mesh {self._spec.mesh}", device_mesh, "Go through full_tensor().")
+            raise invalid(
+                "redistribute", f"the tensor's own mesh {self._spec.mesh}", device_mesh, "Go through full_tensor()."
+            )
         if placements is None:
             raise invalid("redistribute", "placements", None, "Say how the result shall lie.")
         source: Any = self if forward_dtype is None else self.to(forward_dtype)
@@ -125,8 +145,8 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
 
     @property
     def data(self) -> RaggedTensor:  # type: ignore[override]
-        """The tensor without its autograd history, sharing memory. Assigning another RaggedTensor of the shape makes this one share its
-        memory and placements; torch's own setter would change the wrapper and leave the piece."""
+        """The tensor without its autograd history, sharing memory. Assigning another RaggedTensor of the shape makes
+        this one share its memory and placements; torch's own setter would change the wrapper and leave the piece."""
         return _torch_data.__get__(self)
 
     @data.setter
@@ -134,7 +154,10 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         if not isinstance(value, RaggedTensor) or value.shape != self.shape:
             got = f"a {type(value).__name__} of shape {tuple(value.shape)}"
             raise invalid(
-                "data", f"a RaggedTensor of shape {tuple(self.shape)}", got, "Copy values instead: p.copy_(x) under no_grad takes any source."
+                "data",
+                f"a RaggedTensor of shape {tuple(self.shape)}",
+                got,
+                "Copy values instead: p.copy_(x) under no_grad takes any source.",
             )
         _torch_data.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
@@ -150,12 +173,15 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("[deepcopy] Expected a leaf of the autograd graph, but got a result of an op. Call detach() first.")
+            raise RuntimeError(
+                "[deepcopy] Expected a leaf of the autograd graph, but got a result of an op. Call detach() first."
+            )
         result = self.wrap(self._local_tensor.clone(), self._spec, self.requires_grad)
         memo[id(self)] = result
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
-        # Attributes such as Parameter's flag and those that users hang on parameters; the two slots of DTensor aren't among them.
+        # Attributes such as Parameter's flag and those that users hang on parameters; the two slots of DTensor aren't
+        # among them.
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
         return result
@@ -205,12 +231,14 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lays a full tensor out on a mesh: a RaggedTensor if one of the placements is ragged, else what torch's function returns.
+    """Lays a full tensor out on a mesh: a RaggedTensor if one of the placements is ragged, else what torch's function
+    returns.
 
-    tensor:        the full tensor, of the same shape and dtype on all ranks; its values count on the mesh dims' rank `src_data_rank` only.
-                   With None every rank cuts its own copy and nothing travels. A DTensor is redistributed.
-    placements:    one a mesh dim; foreign shards cut first, ragged last, so RaggedShard's shape is what the others leave on this rank.
-    Returns a leaf with `tensor.requires_grad`; its memory is never shared with `tensor`.
+    tensor:        the full tensor, of the same shape and dtype on all ranks; its values count on the mesh dims' rank
+                   `src_data_rank` only. With None every rank cuts its own copy and nothing travels. A DTensor is
+                   redistributed.
+    placements:    one a mesh dim; foreign shards cut first, ragged last, so RaggedShard's shape is what the others
+    leave on this rank. Returns a leaf with `tensor.requires_grad`; its memory is never shared with `tensor`.
     """
     if isinstance(tensor, DTensor):
         return redistribute(tensor, placements)
@@ -219,7 +247,12 @@ def distribute_tensor(
         return _torch_api.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     for placement in placements:
         if isinstance(placement, Partial) and not isinstance(placement, RaggedShard):
-            raise invalid("distribute_tensor", "no Partial beside a ragged placement", placement, "A full tensor has nothing pending.")
+            raise invalid(
+                "distribute_tensor",
+                "no Partial beside a ragged placement",
+                placement,
+                "A full tensor has nothing pending.",
+            )
     full = tensor.detach()
     if full.device.type != device_mesh.device_type and not full.is_meta:
         full = full.to(device_mesh.device_type)
@@ -248,11 +281,12 @@ def _scatter(
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """`tensor` under other placements on its mesh; unlike DTensor.redistribute it also makes stock DTensors ragged. Differentiable."""
+    """`tensor` under other placements on its mesh; unlike DTensor.redistribute it also makes stock DTensors ragged.
+    Differentiable."""
     return _Redistribute.apply(tensor, tuple(placements), None)
 
 
-# ---- autograd ---------------------------------------------------------------------------------------------------------------
+# ---- autograd ---------------------------------------------------------------
 
 
 def _settled(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -301,7 +335,9 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         spec = ctx.spec
-        return RaggedTensor.wrap(grad.contiguous(), make_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, grad.dtype))
+        return RaggedTensor.wrap(
+            grad.contiguous(), make_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, grad.dtype)
+        )
 
 
 def _register() -> None:

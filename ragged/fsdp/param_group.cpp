@@ -110,6 +110,7 @@ Index ParamGroup::staging_bytes() const {
 }
 
 void ParamGroup::unshard() {
+  if (front_ && front_->gathers()) return gather_by_front();
   const auto version = masters_->flat()._version();
   if (state_ == ShardState::kUnsharding) return;
   if (state_ == ShardState::kUnsharded && gathered_version_ == version) return;
@@ -121,28 +122,111 @@ void ParamGroup::unshard() {
   comm::ProfilerRange range("ragged::unshard", spec_.name);
   const c10::OptionalStreamGuard on_gather_stream(slots_.gather_stream);
   if (!image_->is_resident()) image_->attach(slots_.pool->take(slots_.image, image_->nbytes()));
-  image_->cast_from(*masters_, counters);
-  gather_ = image_->all_gather(spec_.groups.shard);
+  if (has_fresh_part(version)) {
+    gather_ = gather_from_small_group();
+  } else {
+    kept_ = {};
+    image_->cast_from(*masters_, counters);
+    gather_ = image_->all_gather(spec_.groups.shard);
+  }
   gathered_version_ = version;
   state_ = ShardState::kUnsharding;
 }
 
 void ParamGroup::wait_for_unshard() {
   if (state_ != ShardState::kUnsharding) return;
+  if (front_ && front_->gathers()) {
+    std::vector<at::Tensor> leaves = front_->finish_gather();
+    if (!leaves.empty()) {
+      bind(std::move(leaves));
+      hook_gradients(gradient_ready_);
+    }
+  }
   gather_.wait();
+  kept_ = {};
   state_ = ShardState::kUnsharded;
   if (front_) front_->unsharded();
 }
 
 void ParamGroup::reshard() {
+  kept_ = {};
   if (state_ == ShardState::kSharded) return;
   wait_for_unshard();
+  if (front_ && front_->gathers()) front_->drop();
   image_->detach();  // and the slot goes back to the pool
   state_ = ShardState::kSharded;
   if (front_) front_->sharded();
 }
 
+void ParamGroup::gather_by_front() {
+  if (state_ != ShardState::kSharded) return;
+  comm::ProfilerRange range("ragged::unshard", spec_.name);
+  front_->gather();
+  state_ = ShardState::kUnsharding;
+}
+
+// ---- keeping the image among a small group ----
+
+Index ParamGroup::kept_bytes() const {
+  const int ranks = small_group_.size();
+  if (ranks == 1) return 0;
+  const auto is_even = [](const plan::Segment& s) { return s.kind == plan::SegmentKind::kUniform; };
+  const auto& segments = plan().segments;
+  return std::all_of(segments.begin(), segments.end(), is_even) ? image_bytes() / ranks : 0;
+}
+
+bool ParamGroup::has_fresh_part(std::int64_t version) const {
+  return static_cast<bool>(kept_) && gathered_version_ == version;
+}
+
+void ParamGroup::reshard_to_small_group() {
+  if (state_ == ShardState::kSharded || slots_.kept < 0 || kept_bytes() == 0 || (front_ && front_->gathers())) {
+    return reshard();
+  }
+  wait_for_unshard();
+  BelowAutograd guard;
+  buffer::Slot kept = slots_.pool->take(slots_.kept, kept_bytes());
+  const at::Tensor part = at::from_blob(
+      kept.data(), {image_->numel() / small_group_.size()},
+      at::TensorOptions().dtype(spec_.param_dtype).device(spec_.groups.device));
+  Index offset = 0;
+  for (const plan::Segment& segment : plan().segments) {
+    const Index length = segment.numel / small_group_.size();
+    part.narrow(0, offset, length)
+        .copy_(image_->flat().narrow(0, segment.image_offset + small_group_.rank() * length, length));
+    offset += length;
+  }
+  counters.copied += kept_bytes();
+  reshard();
+  kept_ = std::move(kept);
+}
+
+comm::Work ParamGroup::gather_from_small_group() {
+  BelowAutograd guard;
+  const int ranks = small_group_.size();
+  const at::Tensor part = at::from_blob(
+      kept_.data(), {image_->numel() / ranks},
+      at::TensorOptions().dtype(spec_.param_dtype).device(spec_.groups.device));
+  std::vector<plan::Segment> segments = plan().segments;
+  Index offset = 0;
+  for (plan::Segment& segment : segments) {
+    const Index length = segment.numel / ranks;
+    image_->flat()
+        .narrow(0, segment.image_offset + small_group_.rank() * length, length)
+        .copy_(part.narrow(0, offset, length));
+    offset += length;
+    segment.owners.clear();
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Index begin = segment.image_offset + rank * length;
+      segment.owners.push_back({begin, begin + length});
+    }
+  }
+  counters.copied += kept_bytes();
+  return small_group_.all_gather(segments, image_->flat(), spec_.name);
+}
+
 void ParamGroup::hook_gradients(const GradientReady& ready) {
+  gradient_ready_ = ready;
   accumulators_.resize(spec_.params.size());
   for (std::size_t i = 0; i < spec_.params.size(); ++i) {
     if (accumulators_[i] || !spec_.params[i].requires_grad()) continue;
@@ -362,7 +446,9 @@ void ParamGroup::abandon() {
     reduction_.reset();
   }
   reduce_->detach();
+  kept_ = {};
   if (state_ != ShardState::kSharded) {
+    if (front_ && front_->gathers()) front_->drop();
     image_->detach();
     state_ = ShardState::kSharded;
     if (front_) front_->sharded();

@@ -37,6 +37,13 @@ struct ParamGroupSpec {
 class GroupFront {
  public:
   virtual ~GroupFront() = default;
+  /// The front makes unsharded parameters by itself, from pieces that only it understands (tensor subclasses with a
+  /// protocol of their own); the group then asks for them in these three, and has no image.
+  virtual bool gathers() const { return false; }
+  virtual void gather() {}
+  /// Returns the leaves that autograd sees from now on, if they aren't those of before.
+  virtual std::vector<at::Tensor> finish_gather() { return {}; }
+  virtual void drop() {}
   /// The image is there: the module's parameters are the unsharded ones from now on.
   virtual void unsharded() = 0;
   /// They are the sharded ones again.
@@ -66,6 +73,7 @@ struct GroupSlots {
   int reduce = -1;
   int staging = -1;
   int gradient = -1;
+  int kept = -1;
   /// Where gathers are issued, so that they don't queue behind compute; none on devices without streams.
   std::optional<c10::Stream> gather_stream{};
 };
@@ -95,6 +103,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Most staging that a reduction of this group can need.
   Index staging_bytes() const;
   Index gradient_bytes() const { return grads_->nbytes(); }
+  /// What a rank keeps of the image after reshard_to_small_group().
+  Index kept_bytes() const;
 
   // --- image ---
   ShardState state() const { return state_; }
@@ -102,6 +112,10 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void unshard();
   void wait_for_unshard();
   void reshard();
+  /// The same, but where a small group is set and the plan allows, its ranks keep the image among them, so that the next
+  /// gather is theirs alone. The group's ranks must be consecutive in the shard group.
+  void reshard_to_small_group();
+  void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
 
   // --- gradients ---
   /// Called with the index of a parameter whose gradient is complete; answers with take_gradient().
@@ -169,6 +183,9 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
     bool scattered = false;
   };
 
+  bool has_fresh_part(std::int64_t version) const;
+  comm::Work gather_from_small_group();
+  void gather_by_front();
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
@@ -189,6 +206,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::unique_ptr<buffer::DBuffer> grads_;
   std::unique_ptr<buffer::DBuffer> partial_;  // HSDP: summed over the shard group only
   std::unique_ptr<buffer::DBuffer> scratch_;  // a sum that is to be added to gradients that are there
+  comm::Communicator small_group_{};
+  buffer::Slot kept_;  // this rank's part of the image among the small group
   comm::Work gather_;
   std::int64_t gathered_version_ = 0;
   std::optional<Reduction> reduction_;
@@ -198,6 +217,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::vector<char> used_;
   std::vector<char> has_grad_;  // .grad is not None
   std::vector<comm::compat::NodePtr> accumulators_;
+  GradientReady gradient_ready_;
   std::string needs_values_;
   std::uint64_t checksum_ = 0;
 };

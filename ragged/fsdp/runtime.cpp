@@ -73,6 +73,7 @@ void Runtime::make_slots() {
            .reduce = pool_->add_class(buffer::SlotUse::kReduce, is_ancestor[u] ? group->reduce_bytes() : leaf_reduce),
            .staging = pool_->add_class(buffer::SlotUse::kStaging, staging),
            .gradient = pool_->add_class(buffer::SlotUse::kGradient, group->gradient_bytes()),
+           .kept = pool_->add_class(buffer::SlotUse::kImage, group->kept_bytes()),
            .gather_stream = gather_stream_});
     }
   }
@@ -262,7 +263,9 @@ void Runtime::post_forward(int index, const TensorRefs& outputs, bool may_reshar
   if (!open.recomputes && open.record) open.record->end_call(index);
   open_.pop_back();
   if (may_reshard && !open.reached && u.reshards_after_forward()) {
-    for (const auto& group : u.groups) group->reshard();
+    for (const auto& group : u.groups) {
+      open.record ? group->reshard_to_small_group() : group->reshard();  // without a backward there is nothing to keep
+    }
   }
   if (open_.empty() && !open.recomputes) end_forward();
 }
@@ -273,7 +276,7 @@ void Runtime::end_forward() {
   // Gathered ahead and not run after all, or kept for modules of the unit that didn't run.
   for (const std::vector<int>* units : {&gathered_ahead_, &order_}) {
     for (const int index : *units) {
-      if (!unit(index).reshards_after_forward()) continue;
+      if (!unit(index).reshards_after_forward() || unit(index).is_sharded()) continue;
       for (const auto& group : unit(index).groups) group->reshard();
     }
   }
