@@ -1,5 +1,8 @@
 """Construction: devices, meshes, refusals, meta-device initialisation and what may happen to parameters before the first step."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,17 +233,30 @@ def test_replicas_are_aligned_by_a_broadcast():
     threads(4, body)
 
 
-def test_old_import_place():
-    def body():
-        if OURS:
-            pytest.skip("install() fills the old places; tested in a process of its own below")
-        from torch.distributed._composable.fsdp import fully_shard
-        from torch.distributed._composable.fsdp.fully_shard import FSDPModule
+OLD_PLACES = """
+import torch.distributed as dist
+if {ours}:
+    import ragged_fsdp
+    ragged_fsdp.install()
+from torch import nn
+from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed._composable.fsdp.fully_shard import FSDPModule
+from torch.distributed.fsdp import fully_shard as newer
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+fully_shard(model[0], mp_policy=MixedPrecisionPolicy())
+newer(model)
+assert isinstance(model[0], FSDPModule) and isinstance(model, FSDPModule)
+if {ours}:
+    assert fully_shard is newer is ragged_fsdp.fully_shard
+    assert all(isinstance(p, ragged_fsdp.RaggedTensor) for p in model.parameters())
+"""
 
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        assert isinstance(fully_shard(model), FSDPModule)
 
-    threads(2, body)
+def test_places_that_scripts_import_from():
+    """The old ones too; for ours after install(), which is explicit and so needs a process of its own here."""
+    done = subprocess.run([sys.executable, "-c", OLD_PLACES.format(ours=OURS)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_modules_attributes_survive():
