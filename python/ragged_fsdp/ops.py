@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ragged_fsdp import random_fill, reductions
-from ragged_fsdp.placement import RaggedShard, invalid
+from ragged_fsdp.placement import RaggedShard, invalid, unsupported
 from ragged_fsdp.redistribute import cut_local, make_spec, transfer
 from ragged_fsdp.tensor import RaggedTensor
 
@@ -85,16 +85,13 @@ def _find_handler(func: Any) -> Handler:
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = _first_ragged(args, kwargs)
-    raise NotImplementedError(
-        str(
-            invalid(
-                str(func),
-                "an op that is defined on ragged pieces (elementwise, whole-tensor reduction, copy, fill, optimizer step)",
-                f"{_name(func)} on a RaggedTensor of shape {tuple(tensor.shape)}",
-                "Gather first: x.full_tensor() for a plain tensor, or x.redistribute(placements=[Replicate(), ..]) for a DTensor.",
-                tensor._spec.mesh,
-            )
-        )
+    raise unsupported(
+        str(func),
+        "an op that is defined on ragged pieces (elementwise, whole-tensor reduction, copy, fill, optimizer step)",
+        f"{_name(func)} on a RaggedTensor of shape {tuple(tensor.shape)}",
+        "Gather first: x.full_tensor() for a plain tensor, or x.redistribute(placements=[Replicate(), ..]) for a "
+        "DTensor.",
+        tensor._spec.mesh,
     )
 
 
@@ -144,7 +141,8 @@ def _local(value: Any, like: RaggedTensor, func: Any, written: bool = False) -> 
         str(func),
         f"scalars or DTensors of shape {tuple(like.shape)} on {spec.mesh} beside a RaggedTensor",
         got,
-        "Lay it out first: ragged_fsdp.distribute_tensor(x, p.device_mesh, p.placements); broadcasting isn't defined on pieces.",
+        "Lay it out first: ragged_fsdp.distribute_tensor(x, p.device_mesh, p.placements); broadcasting isn't defined "
+        "on pieces.",
         spec.mesh,
     )
 
@@ -403,7 +401,7 @@ def _split_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rag
     results: list[Any] = [None] * len(first)
     for chosen in (ragged, others):
 
-        def pick(value: Any) -> Any:
+        def pick(value: Any, chosen: Sequence[int] = chosen) -> Any:
             is_list = isinstance(value, (list, tuple)) and len(value) == len(first)
             return [value[i] for i in chosen] if is_list else value
 

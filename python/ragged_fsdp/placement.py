@@ -38,9 +38,18 @@ Interval = tuple[int, int]
 
 def invalid(operation: str, expected: str, got: object, advice: str, mesh: DeviceMesh | None = None) -> Exception:
     """The error to raise for bad input: `[operation] Expected X, but got Y (rank r of n). What to do.`"""
+    return InvalidArgument(_message(operation, expected, got, advice, mesh))
+
+
+def unsupported(operation: str, expected: str, got: object, advice: str, mesh: DeviceMesh) -> Exception:
+    """The same text for what isn't defined on ragged tensors, as the error by which torch says such things."""
+    return NotImplementedError(_message(operation, expected, got, advice, mesh))
+
+
+def _message(operation: str, expected: str, got: object, advice: str, mesh: DeviceMesh | None) -> str:
     known = mesh is not None and dist.is_initialized()
     where = f" (rank {dist.get_rank()} of {dist.get_world_size()})" if known else ""
-    return InvalidArgument(f"[{operation}] Expected {expected}, but got {got}{where}. {advice}")
+    return f"[{operation}] Expected {expected}, but got {got}{where}. {advice}"
 
 
 def is_ragged(placement: object) -> bool:
@@ -168,7 +177,7 @@ class RaggedShard(Partial):
                 "distribute_tensor",
                 f"a tensor of shape {self.shape} where {self} cuts",
                 tuple(tensor.shape),
-                "The placement is made for the shape that Shard placements leave on this rank: build it for that shape.",
+                "The placement is made for the shape that Shard placements leave on this rank: build it for that.",
                 mesh,
             )
         begin, end = self.interval(mesh.get_local_rank(mesh_dim))
@@ -184,8 +193,8 @@ class RaggedShard(Partial):
                 "full_tensor",
                 f"a 1-D piece of {end - begin} elements on mesh dim {mesh_dim}",
                 tuple(tensor.shape),
-                "torch gathers mesh dims from right to left, which is wrong beside a Shard: use ragged_fsdp.distribute_tensor, "
-                "whose tensors gather in the right order.",
+                "torch gathers mesh dims from right to left, which is wrong beside a Shard: use "
+                "ragged_fsdp.distribute_tensor, whose tensors gather in the right order.",
                 mesh,
             )
         return flat.gather(tensor, self.intervals(), mesh.get_group(mesh_dim)).view(self.shape)
@@ -304,7 +313,7 @@ def foreign_box(
                 operation,
                 "Replicate, Shard, Partial or RaggedShard placements",
                 placement,
-                "Other kinds, strided shards included, can't lie under a ragged one: redistribute to a plain Shard first.",
+                "Other kinds, strided shards included, can't lie under a ragged one: redistribute to a Shard first.",
                 mesh,
             )
     return tuple(sizes), tuple(offsets)

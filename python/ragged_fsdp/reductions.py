@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ragged_fsdp import flat
-from ragged_fsdp.placement import RaggedShard, invalid
+from ragged_fsdp.placement import RaggedShard, invalid, unsupported
 from ragged_fsdp.redistribute import make_spec, transfer
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -65,16 +65,12 @@ def _whole(func: Any, tensor: Any, dim: Any, keepdim: bool) -> None:
         None if dim is None else {d % max(tensor.ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
     )
     if keepdim or (dims and len(dims) != tensor.ndim):
-        raise NotImplementedError(
-            str(
-                invalid(
-                    str(func),
-                    "a reduction of the whole tensor",
-                    f"dim={dim}, keepdim={keepdim} on a RaggedTensor of shape {tuple(tensor.shape)}",
-                    "Rows may be cut between ranks. Gather first: x.full_tensor().",
-                    tensor._spec.mesh,
-                )
-            )
+        raise unsupported(
+            str(func),
+            "a reduction of the whole tensor",
+            f"dim={dim}, keepdim={keepdim} on a RaggedTensor of shape {tuple(tensor.shape)}",
+            "Rows may be cut between ranks. Gather first: x.full_tensor().",
+            tensor._spec.mesh,
         )
 
 

@@ -163,10 +163,11 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = "Parameter RaggedTensor" if isinstance(self, torch.nn.Parameter) else "RaggedTensor"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"{'Parameter ' if isinstance(self, torch.nn.Parameter) else ''}RaggedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"local={self._local_tensor}, mesh={self._spec.mesh}, placements={self._spec.placements}{grad})"
+            f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, local={self._local_tensor}, "
+            f"mesh={self._spec.mesh}, placements={self._spec.placements}{grad})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:

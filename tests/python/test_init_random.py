@@ -1,4 +1,5 @@
-"""Random fills of ragged tensors: the values are a function of seed, call order and global element index, for any world and layout."""
+"""Random fills of ragged tensors: the values are a function of seed, call order and global element index, for any
+world and layout."""
 
 import math
 import random
@@ -96,7 +97,12 @@ def _distribution(rank, world):
     tensor = distribute_tensor(torch.zeros(n), mesh, [RaggedShard(1, (100_000, 200_007), (n,))])
     generator = torch.Generator().manual_seed(5)
     uniform = tensor.uniform_(generator=generator).full_tensor().double()
-    assert 0 <= uniform.min() and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.003 and abs(uniform.var() - 1 / 12) < 0.001
+    assert (
+        0 <= uniform.min()
+        and uniform.max() < 1
+        and abs(uniform.mean() - 0.5) < 0.003
+        and abs(uniform.var() - 1 / 12) < 0.001
+    )
     counts = torch.histc(uniform, 100, 0, 1)
     assert (counts - n / 100).abs().max() < 6 * math.sqrt(n / 100)
     normal = tensor.normal_(1.0, 2.0, generator=generator).full_tensor().double()
@@ -116,7 +122,8 @@ def test_distributions():
 
 
 def _model(rank, world, seed):
-    """The usual path: build on meta, lay out, to_empty, reset_parameters. Ranks are seeded differently; rank 0's seed counts."""
+    """The usual path: build on meta, lay out, to_empty, reset_parameters. Ranks are seeded differently; rank 0's seed
+    counts."""
     torch.manual_seed(seed if rank == 0 else seed + rank)
     mesh = init_device_mesh("cpu", (world,))
     with torch.device("meta"):
@@ -124,7 +131,9 @@ def _model(rank, world, seed):
     rng = random.Random(world)
     for module in model:
         for name, p in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [random_ragged(p.shape, world, rng)])))
+            setattr(
+                module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [random_ragged(p.shape, world, rng)]))
+            )
             assert getattr(module, name).is_meta
     model.to_empty(device="cpu")
     for module in model:

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint with ragged tensors: save on some ranks and layout, load on others, into and out of other tensor kinds."""
+"""torch.distributed.checkpoint with ragged tensors: save on some ranks and layout, load on others, into and out of
+other tensor kinds."""
 
 import random
 
@@ -124,7 +125,9 @@ def _boxes(rank, world):
             assert [item.index.offset for item in items] == [chunk.offsets for chunk in chunks]
             flat = [tensor.__get_tensor_shard__(item.index) for item in items]
             for item, view in zip(items, flat):
-                box = tuple(slice(o, o + n) for o, n in zip(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes))
+                box = tuple(
+                    slice(o, o + n) for o, n in zip(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
+                )
                 assert torch.equal(view, full[box]) and item.tensor_data.size == full.shape
             joined = torch.cat([view.reshape(-1) for view in flat]) if flat else torch.empty(0)
             assert torch.equal(joined, expected_piece(full, mesh, tensor.placements))
@@ -154,5 +157,3 @@ def _async(rank, world, folder):
 
 def test_async_save_on_gloo_processes(tmp_path):
     assert run_ranks(2, _async, str(tmp_path)) == [True, True]
-
-

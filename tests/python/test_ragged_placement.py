@@ -48,7 +48,10 @@ def test_round_trips():
 @pytest.mark.parametrize(
     "make, text",
     [
-        (lambda: RaggedShard((1,), (1, 2), (6, 4)), r"\[RaggedShard\] Expected dims to be a prefix .* but got \(1,\)\. "),
+        (
+            lambda: RaggedShard((1,), (1, 2), (6, 4)),
+            r"\[RaggedShard\] Expected dims to be a prefix .* but got \(1,\)\. ",
+        ),
         (lambda: RaggedShard(1, (1, 4), (6, 4)), r"whose sum divides the 6 cells .* their sum is 5"),
         (lambda: RaggedShard(3, (1, 1), (6, 4)), r"dims"),
         (lambda: RaggedShard(0, (1, 1), (3,)), r"exactly one non-zero unit"),
@@ -132,7 +135,9 @@ def test_torch_distributes_ragged_under_foreign_shards(sizes, names, foreign, so
 
 def _wrong_shape(rank, world):
     mesh = init_device_mesh("cpu", (world,))
-    with pytest.raises(ValueError, match=r"\[distribute_tensor\] Expected a tensor of shape \(5, 4\).*\(rank \d of 2\)"):
+    with pytest.raises(
+        ValueError, match=r"\[distribute_tensor\] Expected a tensor of shape \(5, 4\).*\(rank \d of 2\)"
+    ):
         stock.distribute_tensor(torch.ones(4, 5), mesh, [RaggedShard(1, (2, 3), (5, 4))])
 
 

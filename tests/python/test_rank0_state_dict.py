@@ -25,7 +25,11 @@ def _ragged(world, device="cpu"):
     mesh = init_device_mesh("cpu", (world,))
     rng = random.Random(world)
     with torch.device(device):
-        model = copy.deepcopy(_plain()) if device == "cpu" else nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        model = (
+            copy.deepcopy(_plain())
+            if device == "cpu"
+            else nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        )
     for module in model:
         for name, p in list(module.named_parameters()):
             zero = torch.zeros_like(p.detach())
@@ -54,7 +58,9 @@ def _load(rank, world):
     for (name, p), q in zip(target.named_parameters(), plain.parameters()):
         state, expected = optim.state[p], optims[0].state[q]
         assert type(state["exp_avg"]) is RaggedTensor and state["exp_avg"].placements == p.placements, name
-        assert torch.equal(state["exp_avg_sq"].full_tensor(), expected["exp_avg_sq"]) and state["step"] == expected["step"]
+        assert (
+            torch.equal(state["exp_avg_sq"].full_tensor(), expected["exp_avg_sq"]) and state["step"] == expected["step"]
+        )
     assert optim.param_groups[0]["lr"] == 0.1
     return True
 

@@ -1,4 +1,5 @@
-"""Ragged tensors between placements, against slicing the full tensor: 1-D, 2-D and 3-D meshes, autograd, real Gloo processes."""
+"""Ragged tensors between placements, against slicing the full tensor: 1-D, 2-D and 3-D meshes, autograd, real Gloo
+processes."""
 
 import itertools
 import random
@@ -127,7 +128,10 @@ def _memory(rank, world):
     full = numbered((6, 4))
     placement = RaggedShard(1, (1, 2), (6, 4))
     replicated = DTensor.from_local(full, mesh, [Replicate()])
-    for tensor in (redistribute(replicated, [placement]), distribute_tensor(full, mesh, [placement], src_data_rank=None)):
+    for tensor in (
+        redistribute(replicated, [placement]),
+        distribute_tensor(full, mesh, [placement], src_data_rank=None),
+    ):
         tensor.detach().zero_()
         assert full.sum() == 300, "a shard must not be a view of the whole"
         assert tensor.to_local().untyped_storage().nbytes() == tensor.to_local().numel() * 4
@@ -252,7 +256,10 @@ def _errors(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     tensor = distribute_tensor(numbered((5, 4)), mesh, [RaggedShard(1, (2, 3), (5, 4))])
     for goal, text in [
-        ([RaggedShard(1, (1, 1, 3), (5, 4))], r"Expected 2 local units, one for each rank of mesh dim 0, but got \(1, 1, 3\)"),
+        (
+            [RaggedShard(1, (1, 1, 3), (5, 4))],
+            r"Expected 2 local units, one for each rank of mesh dim 0, but got \(1, 1, 3\)",
+        ),
         ([RaggedShard(1, (1, 3), (4, 5))], r"the shape \(5, 4\) that the other placements leave"),
         ([StridedRaggedShard(1, (2, 3), (5, 4), 2)], r"split_factor 1"),
         ([Replicate(), Replicate()], r"one placement for each of the 1 mesh dims"),

@@ -7,9 +7,11 @@ import random
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard, foreign_box
 
+ROWS = RaggedShard(1, (2, 3), (5, 4))  # two ranks, whole rows
 SHAPES = [(), (1,), (7,), (0, 3), (5, 4), (13, 1, 3), (2, 3, 5), (3, 2, 2, 2)]
 
 
@@ -41,3 +43,18 @@ def expected_piece(full: torch.Tensor, mesh, placements) -> torch.Tensor:
     mesh_dim = next(dim for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard))
     begin, end = placements[mesh_dim].interval(mesh.get_local_rank(mesh_dim))
     return full.contiguous().view(-1)[begin:end]
+
+
+def make_mesh(world: int) -> DeviceMesh:
+    """All ranks in one dim, on the CPU."""
+    return init_device_mesh("cpu", (world,))
+
+
+def layout(shape: Sequence[int], world: int, seed: int = 0) -> RaggedShard:
+    """A random placement, the same for the same arguments."""
+    return random_ragged(shape, world, random.Random(seed))
+
+
+def values(shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard normal values without the default generator, which ranks as threads share."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -1,10 +1,11 @@
 """Runs a function on several ranks: as threads over torch's threaded test group, or as processes over real Gloo.
 
-`run_threads` is the default: a test costs milliseconds. Its group knows the usual collectives, uneven all-to-all included, but not
-`reduce`, and all ranks share one process: one default random generator (pass `generator=`), one set of globals. `run_ranks` is for
-what threads can't show. Both call `fn(rank, world, *args)` on every rank, return the results in rank order, and raise the first
-rank's error with its rank and traceback, or `TimeoutError`. Arguments and results of `run_ranks` travel by pickle, so `fn` is a
-module-level function and returns plain tensors or values, no DTensors.
+`run_threads` is the default: a test costs milliseconds. Its group knows the usual collectives, uneven all-to-all
+included, but not `reduce`, and all ranks share one process: one default random generator (pass `generator=`), one set
+of globals. `run_ranks` is for what threads can't show. Both call `fn(rank, world, *args)` on every rank, return the
+results in rank order, and raise the first rank's error with its rank and traceback, or `TimeoutError`. Arguments and
+results of `run_ranks` travel by pickle, so `fn` is a module-level function and returns plain tensors or values, no
+DTensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RankError(AssertionError):
         self.error = error
 
 
-# ---- threads ----------------------------------------------------------------------------------------------------------------
+# ---- threads ----------------------------------------------------------------
 
 
 def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -91,8 +92,8 @@ def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float =
 
 
 class _Worker:
-    """The thread of one rank, kept for all tests: torch caches layouts by mesh, and tells meshes of threads apart by thread id, so an id that
-    came back as another rank would meet that rank's sizes."""
+    """The thread of one rank, kept for all tests: torch caches layouts by mesh, and tells meshes of threads apart by
+    thread id, so an id that came back as another rank would meet that rank's sizes."""
 
     def __init__(self, rank: int) -> None:
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -121,7 +122,7 @@ def _stack_of(thread: threading.Thread, rank: int) -> str:
     return f"-- rank {rank} --\n" + "".join(traceback.format_stack(frame)) if frame else ""
 
 
-# ---- processes --------------------------------------------------------------------------------------------------------------
+# ---- processes --------------------------------------------------------------
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -151,7 +152,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 def _fork_server() -> Any:
     # The server imports torch once; each rank is then a fork of it that costs some 50 ms instead of seconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    )
     return context
 
 
@@ -186,7 +189,11 @@ def _process_body(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store_path, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=dist.FileStore(store_path, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
         )
         value = fn(rank, world, *args)
         dist.barrier()  # a rank that leaves early would fail the others' last collectives
