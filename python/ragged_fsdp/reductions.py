@@ -3,7 +3,7 @@
 Each computes on the local piece and adds one all-reduce of scalars over the mesh dims that share the tensor out
 (ragged and Shard, not Replicate). Results are 0-dim DTensors, replicated, so that they mix with those of other
 DTensors. A rank without elements contributes the neutral element. Reductions over single dims aren't defined on
-pieces and are refused.
+pieces and are refused; norms alone gather, because initialisers and weight norm ask for them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from ragged_fsdp import flat
 from ragged_fsdp.placement import RaggedShard, invalid, unsupported
 from ragged_fsdp.redistribute import make_spec, transfer
 
@@ -53,10 +53,14 @@ def _sharing_dims(operation: str, spec: DTensorSpec) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _all_reduce_(scalars: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], reduce_op: str) -> torch.Tensor:
+def _all_reduce(scalars: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int], reduce_op: str) -> torch.Tensor:
+    # Functional, as DTensor's own are: the same ops appear in traces, and counters of collectives see one kind.
+    is_bool = scalars.dtype == torch.bool
     for dim in dims:
-        flat.all_reduce_(scalars, mesh.get_group(dim), reduce_op)
-    return scalars
+        if mesh.size(dim) > 1 and not scalars.is_meta:
+            sent = scalars.to(torch.uint8) if is_bool else scalars  # not every backend reduces truth values
+            scalars = funcol.wait_tensor(funcol.all_reduce(sent, reduce_op, mesh.get_group(dim)))
+    return scalars.to(torch.bool) if is_bool else scalars
 
 
 def _whole(func: Any, tensor: Any, dim: Any, keepdim: bool) -> None:
@@ -92,7 +96,7 @@ def _reduced(
     _whole(func, tensor, _argument(func, args, kwargs, "dim"), _argument(func, args, kwargs, "keepdim", False))
     dims = _sharing_dims(str(func), tensor._spec)
     value = compute(tensor._local_tensor)
-    return _replicated_scalar(_all_reduce_(value, tensor._spec.mesh, dims, reduce_op), tensor._spec.mesh)
+    return _replicated_scalar(_all_reduce(value, tensor._spec.mesh, dims, reduce_op), tensor._spec.mesh)
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -176,7 +180,7 @@ def _norms(operation: str, tensors: Sequence[Any], order: float, dtype: torch.dt
     for (_, dims), members in groups.items():
         mesh = tensors[members[0]]._spec.mesh
         locals_ = [tensors[i]._local_tensor for i in members]
-        values = _all_reduce_(_partial_norms(locals_, order), mesh, dims, _norm_reduce_op(order))
+        values = _all_reduce(_partial_norms(locals_, order), mesh, dims, _norm_reduce_op(order))
         if order not in (0.0, math.inf, -math.inf):
             values = values.pow(1.0 / order)
         by_dtype: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
@@ -228,12 +232,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     tensor = args[0]
-    _whole(func, tensor, _argument(func, args, kwargs, "dim"), _argument(func, args, kwargs, "keepdim", False))
+    dim, keepdim = _argument(func, args, kwargs, "dim"), _argument(func, args, kwargs, "keepdim", False)
+    if dim is not None and (keepdim or len([dim] if isinstance(dim, int) else dim) != tensor.ndim):
+        return _gathered(func, args, kwargs)
     order = _argument(func, args, kwargs, "ord", None)
     if order is None:
         order = _argument(func, args, kwargs, "p", 2)
     order = 2.0 if order is None else float(order)
     return _norms(str(func), [tensor], order, _argument(func, args, kwargs, "dtype"))[0]
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Norms of rows or columns, which initialisers ask for: rows may be cut between ranks, so the whole is gathered."""
+    tensor = args[0]
+    result = func(tensor.full_tensor(), *args[1:], **kwargs)
+    mesh = tensor._spec.mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, tuple(result.shape), result.dtype)
+    return DTensor.__new__(DTensor, result, spec, requires_grad=False)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -272,7 +287,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         int(torch.equal(like._local_tensor, moved)), device=like._local_tensor.device, dtype=torch.int32
     )
     dims = _sharing_dims(str(func), like._spec)
-    return bool(_all_reduce_(same, like._spec.mesh, dims, "min").item())
+    return bool(_all_reduce(same, like._spec.mesh, dims, "min").item())
 
 
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -294,7 +309,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in ragged:
         seen.setdefault((id(tensor._spec.mesh), _sharing_dims(str(func), tensor._spec)), tensor._spec.mesh)
     for (_, dims), mesh in seen.items():
-        _all_reduce_(flag, mesh, dims, "max")
+        flag.copy_(_all_reduce(flag, mesh, dims, "max"))
     return None
 
 

@@ -162,6 +162,15 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         _torch_data.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
+    def share_memory_(self) -> RaggedTensor:
+        """Moves the piece to shared memory; torch's own would reach for the wrapper's storage, which there is none of."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the piece is in shared memory."""
+        return self._local_tensor.is_shared()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         kind = "Parameter RaggedTensor" if isinstance(self, torch.nn.Parameter) else "RaggedTensor"
         grad = ", requires_grad=True" if self.requires_grad else ""

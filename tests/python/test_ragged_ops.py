@@ -137,7 +137,6 @@ REFUSED = {
     "aten.new_empty_strided|aten.unsqueeze": lambda x: x.unsqueeze(0),
     "aten.sum": lambda x: x.sum(0),
     "aten.mean": lambda x: x.mean(-1, keepdim=True),
-    "aten.linalg_vector_norm": lambda x: x.norm(dim=1),
     "aten.embedding": lambda x: nn.functional.embedding(torch.tensor([1]), x),
     "aten.nonzero": lambda x: x.nonzero(),
     "aten.random_": lambda x: x.random_(),
@@ -229,6 +228,19 @@ def _norm_under_foreign_shard(rank, world):
         torch.testing.assert_close(x.norm().full_tensor(), full.norm())
         torch.testing.assert_close(x.sum().full_tensor(), full.sum())
         torch.testing.assert_close(x.mean().full_tensor(), full.mean())
+
+
+def _row_norms(rank, world):
+    mesh = make_mesh(world)
+    full = values((5, 4), 1)
+    x = distribute_tensor(full, mesh, [layout((5, 4), world)])
+    for op in (lambda t: t.norm(dim=1), lambda t: torch.linalg.vector_norm(t, 3, dim=0, keepdim=True)):
+        torch.testing.assert_close(op(x).full_tensor(), op(full))
+    torch.testing.assert_close(nn.functional.normalize(x).full_tensor(), nn.functional.normalize(full))
+
+
+def test_norms_of_rows_gather():
+    run_threads(3, _row_norms)
 
 
 def test_norms_sum_over_foreign_shards_too():

@@ -291,3 +291,15 @@ def test_backward_twice():
 
 def test_losses_on_ragged_tensors_have_the_right_gradients():
     run_threads(2, _backward)
+
+
+def _shared_memory(rank, world):
+    tensor = distribute_tensor(values((5, 4)), make_mesh(world), [ROWS])
+    assert not tensor.is_shared() and tensor.share_memory_() is tensor and tensor.to_local().is_shared()
+    for read in (tensor.tolist, tensor.numpy):
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            read()
+
+
+def test_shared_memory():
+    run_threads(2, _shared_memory)
