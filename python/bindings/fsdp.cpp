@@ -231,6 +231,13 @@ void bind_group(py::module_& module) {
           },
           "(dims, units) of parameter i over the shard dim.")
       .def("set_small_group", &ParamGroup::set_small_group)
+      .def(
+          "converted",
+          [](const ParamGroup& group, at::ScalarType dtype, std::optional<at::ScalarType> param_dtype,
+             std::optional<at::ScalarType> reduce_dtype) {
+            return group.converted(dtype, param_dtype.value_or(dtype), reduce_dtype.value_or(dtype));
+          },
+          py::arg("dtype"), py::arg("param_dtype"), py::arg("reduce_dtype"))
       .def("rename", &ParamGroup::rename)
       .def_property_readonly("is_sharded", [](const ParamGroup& g) { return g.state() == fsdp::ShardState::kSharded; })
       .def_property_readonly("image_bytes", &ParamGroup::image_bytes)

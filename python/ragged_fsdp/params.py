@@ -273,7 +273,7 @@ def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | 
         if group.reduce_dtype == group.dtype:
             group.reduce_dtype = dtype
         group.dtype = dtype
-        build_core(group, [None] * len(group.params))
+        group.core = group.core.converted(dtype, group.param_dtype, group.reduce_dtype)
         for param in group.params:
             param.unsharded = _unsharded_parameter(param, param.registered.requires_grad)
     elif all(_is_master(group, param, local) for param, local in zip(group.params, locals_, strict=True)):

@@ -61,6 +61,18 @@ ParamGroup::ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values) 
   }
 }
 
+std::shared_ptr<ParamGroup> ParamGroup::converted(
+    at::ScalarType master, at::ScalarType param, at::ScalarType reduce) const {
+  ParamGroupSpec spec = spec_;
+  spec.master_dtype = master;
+  spec.param_dtype = param;
+  spec.reduce_dtype = reduce;
+  spec.params.clear();
+  auto group = std::make_shared<ParamGroup>(std::move(spec), std::vector<at::Tensor>(plan().params.size()));
+  group->small_group_ = small_group_;
+  return group;
+}
+
 void ParamGroup::bind(std::vector<at::Tensor> params) {
   RAGGED_ASSERT(params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
   spec_.params = std::move(params);
@@ -233,9 +245,9 @@ void ParamGroup::hook_gradients(const GradientReady& ready) {
     // The node is kept: a tensor holds its accumulator weakly, and the hook would go with it.
     accumulators_[i] = torch::autograd::impl::grad_accumulator(spec_.params[i]);
     accumulators_[i]->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [group = weak_from_this(), ready, index = static_cast<int>(i)](
+        [weak = weak_from_this(), index = static_cast<int>(i)](
             const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-          if (group.lock()) ready(index);
+          if (const auto group = weak.lock()) group->gradient_ready_(index);
           return outputs;
         }));
   }

@@ -84,6 +84,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Takes this rank's part of the parameters' values (whole tensors, in plan order) into the masters. Values that are
   /// undefined or without bytes leave their masters to be initialised.
   ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values);
+  /// The same layout in other dtypes, without values and leaves: a layout doesn't depend on the dtype.
+  std::shared_ptr<ParamGroup> converted(at::ScalarType master, at::ScalarType param, at::ScalarType reduce) const;
   /// These leaves are the parameters from now on; each must be image(i) or a tensor over it.
   void bind(std::vector<at::Tensor> params);
   void set_front(std::unique_ptr<GroupFront> front) { front_ = std::move(front); }
