@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ragged_fsdp import random_fill, reductions
-from ragged_fsdp.placement import RaggedShard, invalid, unsupported
+from ragged_fsdp.placement import RaggedShard, invalid, ragged_mesh_dim, unsupported
 from ragged_fsdp.redistribute import cut_local, make_spec, transfer
 from ragged_fsdp.tensor import RaggedTensor
 
@@ -167,6 +167,13 @@ def _check_linear(func: Any, tensor: RaggedTensor) -> None:
                 )
 
 
+def _lies_ragged(value: Any) -> bool:
+    # Stock DTensors with a ragged placement come from torch's own distribute_tensor; beside ours they are as good.
+    if isinstance(value, RaggedTensor):
+        return True
+    return isinstance(value, DTensor) and ragged_mesh_dim(value._spec.placements) is not None
+
+
 def _pending(spec: DTensorSpec) -> bool:
     return any(type(placement) is Partial for placement in spec.placements)
 
@@ -214,9 +221,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if isinstance(target, DTensor) and not isinstance(target, RaggedTensor):
+    if isinstance(target, DTensor) and not _lies_ragged(target):
         return func(target, *[_as_stock(arg, target) for arg in args[1:]], **kwargs)
-    if not isinstance(target, RaggedTensor):
+    if not isinstance(target, DTensor):
         raise invalid(
             str(func),
             "the tensor that is written to be a RaggedTensor",
@@ -356,7 +363,7 @@ def _list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Item i of every list goes with item i of the first; items of the first that aren't ragged are left to torch in
     a second call."""
     first = args[0]
-    ragged = [i for i, item in enumerate(first) if isinstance(item, RaggedTensor)]
+    ragged = [i for i, item in enumerate(first) if _lies_ragged(item)]
     if len(ragged) != len(first):
         return _split_list_op(func, args, kwargs, ragged)
     written = _written_positions(func)

@@ -68,6 +68,14 @@ def _intervals(shape: tuple[int, ...], dims: int, units: tuple[int, ...]) -> tup
     return tuple(_C.ragged_intervals(list(shape), dims, list(units)))
 
 
+_stock_cuts = 0
+
+
+def stock_cuts() -> int:
+    """How often torch's own functions made pieces in this process; adopt.py asks."""
+    return _stock_cuts
+
+
 class RaggedShard(Partial):
     """Rank r of the mesh dim owns one contiguous interval of the tensor's row-major storage; its local tensor is 1-D.
 
@@ -166,6 +174,8 @@ class RaggedShard(Partial):
 
     def _partition_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         """This rank's 1-D piece, as a copy, of a tensor that is the same on all ranks of the mesh dim."""
+        global _stock_cuts
+        _stock_cuts += 1
         if mesh_dim < mesh.ndim - 1:
             # Foreign placements to the right have yet to cut, and must cut first.
             return _CutLast.of(tensor, self, mesh, mesh_dim)

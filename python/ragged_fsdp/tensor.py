@@ -163,7 +163,7 @@ class RaggedTensor(RaggedCheckpointing, DTensor):
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def share_memory_(self) -> RaggedTensor:
-        """Moves the piece to shared memory; torch's own would reach for the wrapper's storage, which there is none of."""
+        """Moves the piece to shared memory; the wrapper has no storage for torch to move."""
         self._local_tensor.share_memory_()
         return self
 
@@ -363,4 +363,5 @@ def _register() -> None:
 
 _register()
 
-from ragged_fsdp.ops import dispatch as _dispatch  # noqa: E402  (ops.py needs the class)
+from ragged_fsdp import adopt as _adopt  # noqa: E402, F401  (both need the class; adopt registers itself)
+from ragged_fsdp.ops import dispatch as _dispatch  # noqa: E402

@@ -183,6 +183,26 @@ def _helpers(rank, world):
     helpers.set_optimizer_state_dict(model, optims[1], state, options=options)
     restored = optims[1].state[model[0].weight]["exp_avg"]
     assert torch.equal(restored.full_tensor(), expected["state"]["0.weight"]["exp_avg"])
+    # torch made stock DTensors of the state: they are adopted at the next step, however the optimizer loops.
+    for loop in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        twin = copy.deepcopy(plain)
+        twin_optim = torch.optim.AdamW(twin.parameters(), lr=0.1, **loop)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1, **loop)
+        for p in (*twin.parameters(), *model.parameters()):
+            p.grad = None  # torch's helper takes a gradient to mean that the state exists
+        full_model = {key: value + 1 for key, value in plain.state_dict().items()}
+        twin.load_state_dict(full_model)
+        helpers.set_model_state_dict(model, full_model, options=options)
+        helpers.set_optimizer_state_dict(twin, twin_optim, copy.deepcopy(expected))
+        helpers.set_optimizer_state_dict(model, optim, copy.deepcopy(expected), options=options)
+        for p, r in zip(twin.parameters(), model.parameters()):
+            p.grad = values(p.shape, 2)
+            r.grad = distribute_tensor(p.grad, mesh, r.placements)
+        twin_optim.step()
+        optim.step()
+        for p, r in zip(twin.parameters(), model.parameters()):
+            assert type(optim.state[r]["exp_avg_sq"]) is RaggedTensor
+            torch.testing.assert_close(r.detach().full_tensor(), p.detach())
     return True
 
 
