@@ -1,5 +1,6 @@
 #include "python/bindings/group_front.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "python/bindings/python_calls.h"
@@ -73,6 +74,22 @@ PythonFront::Gradient PythonFront::gradient(int param) const {
 at::Tensor PythonFront::foreign_gradient(int param) {
   return with_gil([&] {
     return calls_.local_gradient(entries_[static_cast<std::size_t>(param)].python.sharded).cast<at::Tensor>();
+  });
+}
+
+// A kept wrapper would keep its view. One that somebody else holds too stays as it is, and a new one is made next time.
+void PythonFront::release_gradients() {
+  with_gil([&] {
+    const py::str local_name("_local_tensor");
+    for (Entry& entry : entries_) {
+      if (!entry.wrapper) continue;
+      if (entry.wrapper.ref_count() > 1) {
+        entry.wrapper = {};
+      } else {
+        const at::Tensor& wrapper = THPVariable_Unpack(entry.wrapper.ptr());
+        py::setattr(entry.wrapper, local_name, py::cast(at::empty({0}, at::TensorOptions().dtype(wrapper.scalar_type()).device(wrapper.device()))));
+      }
+    }
   });
 }
 

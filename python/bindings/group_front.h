@@ -35,6 +35,7 @@ class PythonFront : public fsdp::GroupFront {
   at::Tensor dense_gradient(int param, const at::Tensor& grad) override;
   Gradient gradient(int param) const override;
   at::Tensor foreign_gradient(int param) override;
+  void release_gradients() override;
   void published(const std::vector<Published>& gradients) override;
 
   /// Another object took the sharded parameter's place (load_state_dict(assign=True), module.to()).

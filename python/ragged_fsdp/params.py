@@ -98,6 +98,11 @@ def _check(param: nn.Parameter, name: str, state: Any) -> None:
             f"[fully_shard] Expected parameters that aren't sharded yet, but got {param.placements} (param '{name}'). It belongs to a unit: "
             "shard the modules that share it in one call: fully_shard([module_a, module_b])."
         )
+    if getattr(param, "_has_grad_dtype_override", False) and param.grad_dtype not in (None, param.dtype):
+        raise NotImplementedError(
+            f"[fully_shard] Expected parameters without a grad_dtype of their own, but got grad_dtype {param.grad_dtype} for {param.dtype} (param "
+            f"'{name}'). Gradients have the parameters' dtype: keep parameters in {param.grad_dtype} and set MixedPrecisionPolicy.param_dtype."
+        )
     if param.ndim == 0:
         raise ValueError(f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1.")
     if not param.is_contiguous():
@@ -298,6 +303,11 @@ def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | 
     connect(group)
 
 
+def _place(param: ManagedParam) -> str:
+    module, attribute = param.places[0]
+    return param.name if "." in param.name else f"{type(module).__name__}.{attribute}"
+
+
 def _is_master(group: ManagedGroup, param: ManagedParam, local: torch.Tensor | None) -> bool:
     if local is None or local.device.type == "meta" or param.registered is not param.sharded:
         return local is not None and local.device.type == "meta" and param.registered is param.sharded
@@ -312,7 +322,7 @@ def _current_local(param: ManagedParam, owned_elsewhere: Callable[[nn.Parameter]
         return current._local_tensor
     if (owner := owned_elsewhere(current)) is not None:
         raise ValueError(
-            f"[fully_shard] Expected parameters to stay in their unit, but '{param.name}' is shared with a parameter already managed by another "
+            f"[fully_shard] Expected parameters to stay in their unit, but '{_place(param)}' is shared with a parameter already managed by another "
             f"FSDP group ('{owner}'). Tie them before sharding, and shard the modules that share it in one call: "
             "fully_shard([module_a, module_b])."
         )

@@ -91,7 +91,9 @@ class RaggedState(_State):
         self._link(root, self, parents)
         self._prepare(states, {param: name for name, param in root.named_parameters(remove_duplicate=False)})
         units = [state._runtime_unit(parents.get(state, 0)) for state in states]
-        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime)
+        # On a CPU gathers and compute share the cores, so a second image would buy little.
+        ahead = 0 if self.mesh.device.type == "cpu" else 1
+        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime, ahead)
         self._comm_ctx.runtime = runtime
         for state in states:
             state._is_root = state is self

@@ -414,7 +414,9 @@ void ParamGroup::follow_gradients() {
     has_grad_[i] = front_->gradient(static_cast<int>(i)) != GroupFront::Gradient::kNone;
     any = any || has_grad_[i];
   }
-  if (!any) grads_->adopt({});
+  if (any || !grads_->is_resident()) return;
+  front_->release_gradients();
+  grads_->adopt({});
 }
 
 // .grad of the front's parameters is theirs to set. None means that this reduction overwrites, whatever memory says;

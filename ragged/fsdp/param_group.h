@@ -62,6 +62,8 @@ class GroupFront {
     at::Tensor local;       // the gradient as it is now, 1-D, a view of the gradient shard
     bool is_fresh = false;  // this backward added to it: hooks that wait for gradients run
   };
+  /// No sharded parameter has a gradient any more: the shard's memory is wanted back.
+  virtual void release_gradients() = 0;
   /// All gradients of the group, whether they changed or merely moved.
   virtual void published(const std::vector<Published>& gradients) = 0;
 };
