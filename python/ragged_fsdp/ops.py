@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from ragged_fsdp import random_fill, reductions
+from ragged_fsdp import copies, random_fill, reductions
 from ragged_fsdp.placement import RaggedShard, invalid, ragged_mesh_dim, unsupported
-from ragged_fsdp.redistribute import cut_local, make_spec, transfer
+from ragged_fsdp.redistribute import make_spec, transfer
 from ragged_fsdp.tensor import RaggedTensor
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -285,72 +285,6 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-# ---- copies -----------------------------------------------------------------
-
-
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """copy_(target, source): any source that has the global shape, wherever its elements are."""
-    target, source, *rest = args
-    if not isinstance(target, RaggedTensor):
-        if not isinstance(target, DTensor):
-            raise invalid(
-                "copy_",
-                "a RaggedTensor or DTensor as the target of a ragged source",
-                f"a plain tensor of shape {tuple(target.shape)}",
-                "Copy the gathered tensor: target.copy_(source.full_tensor()).",
-                source._spec.mesh,
-            )
-        _check_shape("copy_", target, source)
-        if target._spec.mesh != source._spec.mesh:
-            raise invalid(
-                "copy_", f"tensors on one mesh, {target._spec.mesh}", source._spec.mesh, "Copy source.full_tensor()."
-            )
-        target._local_tensor.copy_(
-            transfer(source._local_tensor, source._spec, target._spec.placements), *rest, **kwargs
-        )
-        return target
-    target._local_tensor.copy_(_piece_for(target, source), *rest, **kwargs)
-    return target
-
-
-def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for target, source in zip(args[0], args[1]):
-        target.copy_(source, *args[2:], **kwargs)
-
-
-def _piece_for(target: RaggedTensor, source: torch.Tensor) -> torch.Tensor:
-    spec = target._spec
-    if isinstance(source, DTensor):
-        own = source._spec
-        if own is spec:
-            return source._local_tensor
-        if source.numel() != 1 or target.numel() == 1:
-            _check_shape("copy_", target, source)
-            if own.mesh == spec.mesh:
-                return transfer(source._local_tensor, own, spec.placements)
-        source = source.full_tensor()
-    if source.shape != target.shape:
-        if source.ndim > target.ndim or any(
-            a not in (1, b) for a, b in zip(reversed(source.shape), reversed(target.shape))
-        ):
-            raise invalid(
-                "copy_",
-                f"a source of the global shape {tuple(target.shape)}",
-                tuple(source.shape),
-                "Give the whole tensor, not this rank's piece (to write a piece: target.to_local().copy_(piece)).",
-                spec.mesh,
-            )
-        source = source.expand(target.shape)
-    return cut_local(source, spec.mesh, spec.placements)
-
-
-def _check_shape(operation: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.shape != source.shape:
-        raise invalid(
-            operation, f"a source of shape {tuple(target.shape)}", tuple(source.shape), "Shapes here are global ones."
-        )
-
-
 # ---- lists: foreach and fused optimizers ------------------------------------
 
 
@@ -464,8 +398,6 @@ def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 _SPECIAL: dict[str, Handler] = {
-    "copy_": _copy,
-    "_foreach_copy_": _foreach_copy,
     "view": _same_shape_view,
     "_unsafe_view": _same_shape_view,
     "reshape": _same_shape_view,
@@ -487,5 +419,6 @@ _SPECIAL: dict[str, Handler] = {
     "pin_memory": _pin,
     "_local_scalar_dense": _item,
     "is_same_size": _same_size,
+    **copies.HANDLERS,
     **reductions.HANDLERS,
 }

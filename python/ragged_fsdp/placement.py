@@ -198,6 +198,10 @@ class RaggedShard(Partial):
         from ragged_fsdp import flat
 
         begin, end = self.interval(mesh.get_local_rank(mesh_dim))
+        if tuple(tensor.shape) == self.shape:
+            # torch's loading from rank 0 into meta tensors, which knows no ragged slices, leaves all that is to be cut
+            # here. An owner of everything can't tell that from its piece, so the others take part in its gather.
+            tensor = tensor.reshape(-1)[begin:end]
         if tensor.ndim != 1 or tensor.numel() != end - begin:
             raise invalid(
                 "full_tensor",

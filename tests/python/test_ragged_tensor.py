@@ -88,6 +88,7 @@ def _copies(rank, world):
             "other": distribute_tensor(full, mesh, [layout(shape, world, seed + 3)]),
             "replicated": DTensor.from_local(full, mesh, [Replicate()]),
             "stock ragged": stock.distribute_tensor(full, mesh, [placement]),
+            "whole under ragged": DTensor.from_local(full, mesh, [placement], shape=full.shape, stride=full.stride()),
             "scalar": torch.tensor(2.5),
         }
         if shape and shape[-1]:

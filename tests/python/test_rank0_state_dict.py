@@ -8,8 +8,10 @@ from support.layouts import random_ragged
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as torch_set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from ragged_fsdp import fully_shard
 from ragged_fsdp.state_dict import set_model_state_dict, set_optimizer_state_dict
 from ragged_fsdp.tensor import RaggedTensor, distribute_tensor
 
@@ -63,6 +65,25 @@ def _load(rank, world):
         )
     assert optim.param_groups[0]["lr"] == 0.1
     return True
+
+
+def _torch_into_meta(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    plain = _plain()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    torch_set_model_state_dict(model, plain.state_dict() if rank == 0 else {}, options=OPTIONS)
+    plain.eval()
+    model.eval()
+    x = torch.ones(2, 4)
+    assert torch.equal(model(x), plain(x))
+    return all(type(p) is RaggedTensor for p in model.parameters())
+
+
+def test_torchs_own_function_loads_meta_models():
+    assert run_ranks(2, _torch_into_meta) == [True, True]
 
 
 def test_rank0_alone_has_the_state():
