@@ -338,7 +338,7 @@ def _split_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rag
             type(first[0]).__name__ if first else "an empty list",
             "The list that is written or read first decides where the op runs: lay its tensors out like the others.",
         )
-    others = [i for i in range(len(first)) if i not in set(ragged)]
+    others = sorted(set(range(len(first))) - set(ragged))
     results: list[Any] = [None] * len(first)
     for chosen in (ragged, others):
 

@@ -256,7 +256,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     order = float(_argument(func, args, kwargs, "ord", 2))
     dtype = _argument(func, args, kwargs, "dtype")
     ragged = [i for i, tensor in enumerate(tensors) if is_ragged_tensor(tensor)]
-    others = [i for i in range(len(tensors)) if i not in set(ragged)]
+    others = sorted(set(range(len(tensors))) - set(ragged))
     results: list[Any] = [None] * len(tensors)
     for i, value in zip(ragged, _norms(str(func), [tensors[i] for i in ragged], order, dtype)):
         results[i] = value
