@@ -67,7 +67,7 @@ struct ParamArgs {
 Group make_group(
     const ParamArgs& params, at::ScalarType dtype, std::optional<at::ScalarType> param_dtype,
     std::optional<at::ScalarType> reduce_dtype, const comm::MeshGroups& groups,
-    const std::vector<std::optional<at::Tensor>>& values) {
+    const std::vector<std::optional<at::Tensor>>& values, bool front_holds_values) {
   std::vector<fsdp::ParamInfo> infos;
   std::vector<std::optional<plan::Block>> blocks;
   std::vector<at::Tensor> tensors;
@@ -78,17 +78,18 @@ Group make_group(
     tensors.push_back(values[i].value_or(at::Tensor()));
   }
   py::gil_scoped_release no_gil;
-  fsdp::ParamGroupSpec spec = fsdp::plan_group(
-      infos, blocks, groups, {.param_dtype = param_dtype, .reduce_dtype = reduce_dtype});
+  const fsdp::MixedPrecision dtypes{.param_dtype = param_dtype, .reduce_dtype = reduce_dtype};
+  fsdp::ParamGroupSpec spec = front_holds_values ? fsdp::plan_front_group(infos, groups, dtypes)
+                                                 : fsdp::plan_group(infos, blocks, groups, dtypes);
   return std::make_shared<ParamGroup>(std::move(spec), tensors);
 }
 
 // The front is owned by the group; Python reaches it through the group's binding.
-void set_front(ParamGroup& group, std::vector<PythonParam> params, const PythonCalls& calls) {
+void set_front(ParamGroup& group, std::vector<PythonParam> params, const PythonCalls& calls, py::object gatherer) {
   std::vector<at::Tensor> leaves;
   for (const PythonParam& param : params) leaves.push_back(THPVariable_Unpack(param.unsharded.ptr()));
   group.bind(std::move(leaves));
-  group.set_front(std::make_unique<PythonFront>(std::move(params), calls));
+  group.set_front(std::make_unique<PythonFront>(std::move(params), calls, std::move(gatherer)));
 }
 
 fsdp::TensorRefs refs_of(std::vector<at::Tensor>& tensors) {
@@ -203,14 +204,16 @@ void bind_group(py::module_& module) {
                       std::vector<bool> requires_grad,
                       std::vector<std::optional<std::tuple<std::string, Index, Index>>> blocks, at::ScalarType dtype,
                       std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
-                      const comm::MeshGroups& groups, const std::vector<std::optional<at::Tensor>>& values) {
+                      const comm::MeshGroups& groups, const std::vector<std::optional<at::Tensor>>& values,
+                      bool front_holds_values) {
             return make_group(
                 {std::move(names), std::move(shapes), std::move(requires_grad), std::move(blocks)}, dtype, param_dtype,
-                reduce_dtype, groups, values);
+                reduce_dtype, groups, values, front_holds_values);
           }),
           py::arg("names"), py::arg("shapes"), py::arg("requires_grad"), py::arg("blocks"), py::arg("dtype"),
-          py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("groups"), py::arg("values"))
-      .def("set_front", &set_front, py::arg("params"), py::arg("calls"))
+          py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("groups"), py::arg("values"),
+          py::arg("front_holds_values") = false)
+      .def("set_front", &set_front, py::arg("params"), py::arg("calls"), py::arg("gatherer") = py::none())
       .def(
           "set_sharded",
           [](ParamGroup& group, int param, py::object sharded) {

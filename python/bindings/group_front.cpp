@@ -21,7 +21,9 @@ const at::Tensor& PythonFront::Entry::sharded() const {
   return THPVariable_Unpack(python.sharded.ptr());
 }
 
-PythonFront::PythonFront(std::vector<PythonParam> params, PythonCalls calls) : calls_(std::move(calls)) {
+PythonFront::PythonFront(std::vector<PythonParam> params, PythonCalls calls, py::object gatherer)
+    : calls_(std::move(calls)) {
+  if (!gatherer.is_none()) gatherer_ = std::move(gatherer);
   for (PythonParam& param : params) {
     Entry entry;
     entry.unsharded = THPVariable_Unpack(param.unsharded.ptr());
@@ -35,6 +37,31 @@ PythonFront::~PythonFront() {
   py::gil_scoped_acquire gil;
   entries_.clear();
   calls_ = {};
+  gatherer_ = {};
+}
+
+void PythonFront::gather() {
+  with_gil([&] { gatherer_.attr("gather")(); });
+}
+
+std::vector<at::Tensor> PythonFront::finish_gather() {
+  return with_gil([&] {
+    std::vector<at::Tensor> leaves;
+    const py::object made = gatherer_.attr("finish")();
+    if (made.is_none()) return leaves;
+    std::size_t next = 0;
+    for (const py::handle parameter : made) {
+      Entry& entry = entries_[next++];
+      entry.python.unsharded = py::reinterpret_borrow<py::object>(parameter);
+      entry.unsharded = THPVariable_Unpack(parameter.ptr());
+      leaves.push_back(entry.unsharded);
+    }
+    return leaves;
+  });
+}
+
+void PythonFront::drop() {
+  with_gil([&] { gatherer_.attr("drop")(); });
 }
 
 void PythonFront::place(bool sharded) {

@@ -26,9 +26,15 @@ struct PythonCalls {
 
 class PythonFront : public fsdp::GroupFront {
  public:
-  PythonFront(std::vector<PythonParam> params, PythonCalls calls);
+  /// `gatherer` (None: the image is used) makes the unsharded parameters: gather(), finish() -> new parameters or None,
+  /// drop().
+  PythonFront(std::vector<PythonParam> params, PythonCalls calls, py::object gatherer);
   ~PythonFront() override;
 
+  bool gathers() const override { return static_cast<bool>(gatherer_); }
+  void gather() override;
+  std::vector<at::Tensor> finish_gather() override;
+  void drop() override;
   void unsharded() override { place(/*sharded=*/false); }
   void sharded() override { place(/*sharded=*/true); }
   void follow_requires_grad() override;
@@ -55,6 +61,7 @@ class PythonFront : public fsdp::GroupFront {
 
   std::vector<Entry> entries_;
   PythonCalls calls_;
+  py::object gatherer_;  // null: none
 };
 
 }  // namespace ragged::python

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp import _C, blocks
+from ragged_fsdp import _C, blocks, extensions
 from ragged_fsdp.mesh import DataMesh, names
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.redistribute import make_spec
@@ -46,6 +46,11 @@ class ManagedParam:
     index: int = 0  # in the group
 
     @property
+    def ragged(self) -> RaggedShard:
+        """The placement over the shard dim."""
+        return next(placement for placement in self.sharded.placements if isinstance(placement, RaggedShard))  # type: ignore[attr-defined]
+
+    @property
     def registered(self) -> nn.Parameter:
         """What the first of its modules holds now."""
         module, attribute = self.places[0]
@@ -61,6 +66,7 @@ class ManagedGroup:
     dtype: torch.dtype  # of masters and gradients
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    holds_subclasses: bool = False  # values stay in tensor subclasses, which gather themselves (extensions.py)
     blocks: list[tuple[str, int, int] | None] = dataclasses.field(default_factory=list)
     core: Any = None  # _C.ParamGroup
 
@@ -137,8 +143,9 @@ def make_groups(
         if block is None and placed is not None:
             block = blocks.of_placement(placed, param.local_shape, param.name)
         param_dtype, reduce_dtype = _dtypes(param.original, mp_policy)
-        key = (param.original.dtype, param_dtype, reduce_dtype, id(own_mesh.groups))
-        group = groups.setdefault(key, ManagedGroup([], own_mesh, param.original.dtype, param_dtype, reduce_dtype))
+        subclass = extensions.is_subclass(param.original)
+        key = (param.original.dtype, param_dtype, reduce_dtype, id(own_mesh.groups), subclass)
+        group = groups.setdefault(key, ManagedGroup([], own_mesh, param.original.dtype, param_dtype, reduce_dtype, subclass))
         param.index, param.group = len(group.params), group
         group.params.append(param)
         group.blocks.append(blocks.to_args(_raised(block, param)))
@@ -151,7 +158,7 @@ def make_groups(
 
 
 def _local_value(original: nn.Parameter) -> torch.Tensor | None:
-    if original.device.type == "meta":
+    if original.device.type == "meta" or extensions.is_subclass(original):
         return None
     return original._local_tensor if isinstance(original, DTensor) else original.detach()
 
@@ -231,31 +238,39 @@ def build_core(group: ManagedGroup, values: list[torch.Tensor | None]) -> None:
         reduce_dtype=group.reduce_dtype if floating else None,
         groups=group.mesh.groups,
         values=values,
+        front_holds_values=group.holds_subclasses,
     )
 
 
-def connect(group: ManagedGroup) -> None:
-    """Tells the C++ group which Python objects to swap and where gradients go."""
+def connect(group: ManagedGroup, gatherer: extensions.ExtensionGatherer | None = None) -> None:
+    """Tells the C++ group which Python objects to swap, where gradients go, and who gathers if not the group."""
     group.core.set_front(
         [
             _C.PythonParam(param.sharded, param.unsharded, param.sharded._spec, [(m._parameters, attribute) for m, attribute in param.places])
             for param in group.params
         ],
         _calls(),
+        gatherer,
     )
 
 
 def _sharded_parameter(param: ManagedParam, original: nn.Parameter) -> nn.Parameter:
     mesh, placements = _mesh_and_placements(param)
     spec = make_spec(mesh, placements, param.shape, original.dtype)
-    local = param.group.core.master(param.index)
-    if original.device.type == "meta":
-        local = local.to("meta")
+    if param.group.holds_subclasses:
+        begin, end = next(p for p in placements if isinstance(p, RaggedShard)).interval(param.group.mesh.shard.rank)
+        local = original.detach().reshape(-1)[begin:end].clone()
+    else:
+        local = param.group.core.master(param.index)
+        if original.device.type == "meta":
+            local = local.to("meta")
     return nn.Parameter(RaggedTensor.wrap(local, spec), requires_grad=original.requires_grad)
 
 
 def _unsharded_parameter(param: ManagedParam, requires_grad: bool) -> nn.Parameter:
     image: Any = param.group.core.image(param.index)
+    if param.group.holds_subclasses:
+        return nn.Parameter(torch.empty(0, dtype=image.dtype, device=image.device), requires_grad=requires_grad)  # until the first gather
     if param.spec is not None:
         meta = param.spec.tensor_meta._replace(dtype=image.dtype) if param.spec.tensor_meta is not None else None
         spec = DTensorSpec(param.spec.mesh, param.spec.placements, tensor_meta=meta)
@@ -267,6 +282,12 @@ def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | 
     """Follows what happened to the modules' parameters since: module.to(), to_empty(), load_state_dict(assign=True). New values are copied
     into the masters, and the parameters are views of those again. `owned_elsewhere` names the unit that a parameter belongs to, if another.
     """
+    if group.holds_subclasses:
+        for param in group.params:
+            if param.registered is not param.sharded:
+                param.sharded = param.registered
+                group.core.set_sharded(param.index, param.sharded)
+        return
     dtypes = {param.registered.dtype for param in group.params}
     if len(dtypes) > 1:
         raise ValueError(

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ragged_fsdp import _C, tree
 from ragged_fsdp.mesh import DataMesh
-from ragged_fsdp.params import ManagedGroup, ManagedParam, reread
+from ragged_fsdp.extensions import ExtensionGatherer, has_protocol
+from ragged_fsdp.params import ManagedGroup, ManagedParam, connect, reread
 
 
 class CommContext:
@@ -127,6 +128,7 @@ class RaggedState(_State):
                 for param in group.params:
                     param.name = names.get(param.registered, param.name)
                 _check_not_on_meta(group)
+                state.connect_extensions(group)
                 group.core.rename(state.name or "root", [param.name for param in group.params])
                 group.core.reshard_after_forward = (
                     self is not state if state.reshard_after_forward is None else bool(state.reshard_after_forward)
@@ -153,6 +155,12 @@ class RaggedState(_State):
                     f"{group.dtype}. Convert the model before its first forward."
                 )
 
+    def connect_extensions(self, group: ManagedGroup) -> None:
+        """Local tensors may have been given gather methods up to now; from here on the group gathers one way."""
+        locals_ = [param.sharded._local_tensor for param in group.params]  # type: ignore[attr-defined]
+        if group.holds_subclasses or any(has_protocol(local) for local in locals_):
+            connect(group, ExtensionGatherer(group.params, group.mesh, group.param_dtype, self.mp_policy))
+
     def push_settings(self) -> None:
         """What the setters of FSDPModule left here before there was a runtime."""
         if self.runtime is None:
@@ -172,6 +180,8 @@ class RaggedState(_State):
             return self.runtime, self.index
         if self._solo is None:
             self.reread()
+            for group in self.groups:
+                self.connect_extensions(group)
             self._solo = _C.Runtime([self._runtime_unit(-1)], self.mesh.groups)
         return self._solo, 0
 

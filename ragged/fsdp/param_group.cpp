@@ -45,6 +45,7 @@ ParamGroup::ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values) 
   image_ = std::make_unique<DBuffer>(buffer_spec(spec_.param_dtype, -1), Form::kReplicated);
   make_reduce_buffers(plan().num_trainable_segments());
 
+  if (spec_.front_holds_values) return;
   const at::NoGradGuard no_grad;
   masters_->adopt(at::zeros(  // padding stays zero: it travels, and norms run over it
       {masters_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device)));
@@ -507,6 +508,7 @@ buffer::ShardedTensor ParamGroup::sharded_gradient(int param, int unit) const {
 }
 
 void ParamGroup::bump_master_version() {
+  if (spec_.front_holds_values) return;
   masters_->flat().unsafeGetTensorImpl()->bump_version();
 }
 

@@ -28,6 +28,7 @@ struct ParamGroupSpec {
   at::ScalarType master_dtype = at::kFloat;
   at::ScalarType param_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
+  bool front_holds_values = false;  // GroupFront::gathers(): there are no masters
   /// The leaves that autograd sees, in plan order, over the image: see bind().
   std::vector<at::Tensor> params{};
 };

@@ -22,16 +22,40 @@ plan::ParamSpec param_spec(const ParamInfo& info, const std::optional<plan::Bloc
   return spec;
 }
 
-}  // namespace
-
-ParamGroupSpec plan_group(
-    std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
-    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
+ParamGroupSpec dtypes_of(
+    std::span<const ParamInfo> params, const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
   ParamGroupSpec spec;
   spec.groups = groups;
   spec.master_dtype = params[0].dtype;
   spec.param_dtype = mixed_precision.param_dtype.value_or(spec.master_dtype);
   spec.reduce_dtype = mixed_precision.reduce_dtype.value_or(spec.param_dtype);
+  return spec;
+}
+
+}  // namespace
+
+ParamGroupSpec plan_front_group(
+    std::span<const ParamInfo> params, const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
+  ParamGroupSpec spec = dtypes_of(params, groups, mixed_precision);
+  spec.front_holds_values = true;
+  std::vector<plan::ParamSpec> specs;
+  for (const ParamInfo& info : params) {
+    const bool has_elements = checked_product(info.shape) > 0;
+    specs.push_back(param_spec(info, has_elements ? std::optional(plan::rows(1)) : std::nullopt, 1));
+    // A row of the first dim, whatever the number of dims: subclasses see their pieces as [rows, ...].
+    if (has_elements) {
+      specs.back().block = checked_product(info.shape) / info.shape[0];
+      specs.back().restart = 0;
+    }
+  }
+  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_each_evenly(specs, groups.shard.size()));
+  return spec;
+}
+
+ParamGroupSpec plan_group(
+    std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
+    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
+  ParamGroupSpec spec = dtypes_of(params, groups, mixed_precision);
   const Index narrowest =
       static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
   const Index unit = std::max<Index>(1, kUnitBytes / narrowest);

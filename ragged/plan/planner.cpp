@@ -129,6 +129,30 @@ BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& opt
   return plan;
 }
 
+BucketPlan plan_each_evenly(std::span<const ParamSpec> params, int world_size) {
+  BucketPlan plan;
+  plan.world_size = world_size;
+  plan.params.assign(params.begin(), params.end());
+  plan.starts.assign(params.size(), 0);
+  Index offset = 0;
+  for (const bool trainable : {true, false}) {  // trainable segments come first
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (params[i].trainable != trainable) continue;
+      BucketPlan one = plan_bucket(params.subspan(i, 1), {world_size, 1, 1});
+      plan.lower_bound += one.lower_bound;
+      plan.starts[i] = one.starts[0] + offset;
+      for (Segment& segment : one.segments) {
+        segment.image_offset += offset;
+        for (Interval& owner : segment.owners) owner = owner.shifted(offset);
+        for (int& param : segment.params) param = static_cast<int>(i);
+        plan.segments.push_back(std::move(segment));
+      }
+      offset += one.image_numel();
+    }
+  }
+  return plan;
+}
+
 std::vector<BucketPlan> plan_buckets(std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options) {
   check(options);
   std::vector<BucketPlan> plans;

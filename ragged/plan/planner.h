@@ -26,6 +26,11 @@ struct PlanOptions {
 /// experts) are planned as whole runs.
 BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options);
 
+/// Each parameter in a uniform segment of its own whose shards are as even as its blocks allow, collective unit and
+/// start alignment 1: what tensor subclasses with a gather protocol of their own are used to (torch.chunk of rows, when
+/// the block is a row). Padding as it comes.
+BucketPlan plan_each_evenly(std::span<const ParamSpec> params, int world_size);
+
 /// Plans many buckets; buckets that differ only in names are planned once.
 std::vector<BucketPlan> plan_buckets(std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options);
 

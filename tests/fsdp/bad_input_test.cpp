@@ -81,12 +81,6 @@ TEST(BadInput, parameters_never_initialised) {
   EXPECT_NEAR(root->call(*model, at::ones({2, 4})).item<double>(), 2.0, 1e-6);
 }
 
-TEST(BadInput, unit_called_outside_its_root) {
-  auto model = chain(1);
-  auto root = shard_chain(*model, 1, alone());
-  EXPECT_INVALID(fsdp::call(model->child(0), input_of(0)), "inside its root's forward");
-}
-
 TEST(BadInput, unit_destroyed_before_the_root_was_made) {
   auto model = chain(1);
   fully_shard(model->child(0), alone());

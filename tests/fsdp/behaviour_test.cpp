@@ -143,6 +143,72 @@ TEST(Behaviour, unit_called_twice_in_a_forward) {
       quick());
 }
 
+// Blocks that hand something to the outside besides what they return; see [Note: escaped tensors].
+TEST(Behaviour, loss_on_a_tensor_that_escaped) {
+  const auto make = [](at::Tensor* kept) {
+    auto root = std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4}}, [](Block& b, const at::Tensor& x) {
+      return fsdp::call(b.child(0), x * b.p[0]);
+    });
+    root->add("layer", std::make_shared<Block>(
+                           std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}}, [kept](Block& b, const at::Tensor& x) {
+                             *kept = at::tanh(at::linear(x, b.p[0]));
+                             return at::linear(*kept, b.p[1]);
+                           }));
+    return root;
+  };
+  at::Tensor plain_kept;
+  const auto want = mean_gradients(2, [&] { return make(&plain_kept); }, [&](Block& m, int rank) {
+    m.forward(input_of(rank));
+    plain_kept.pow(2).sum().backward();
+  });
+  run_ranks(2, [&](comm::World& world) {
+    at::Tensor kept;
+    auto model = make(&kept);
+    auto root = shard_chain(*model, 1, plain(world, true));
+    root->call(*model, input_of(world.rank()));
+    kept.pow(2).sum().backward();
+    expect_gradients(*root, world, want);
+  });
+}
+
+TEST(Behaviour, returned_view_rewritten_in_place) {
+  const auto make = [] {
+    auto root = std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4}}, [](Block& b, const at::Tensor& x) {
+      at::Tensor y = fsdp::call(b.child(0), x * b.p[0]);
+      y.add_(1.0);
+      return y.pow(2).sum();
+    });
+    root->add("layer", std::make_shared<Block>(
+                           std::vector<std::vector<int64_t>>{{4, 4}}, [](Block& b, const at::Tensor& x) {
+                             return at::linear(x, b.p[0]).view({-1});
+                           }));
+    return root;
+  };
+  const auto want = mean_gradients(2, make, [](Block& m, int rank) { m.forward(input_of(rank)).backward(); });
+  run_ranks(2, [&](comm::World& world) {
+    auto model = make();
+    auto root = shard_chain(*model, 1, plain(world, true));
+    root->call(*model, input_of(world.rank())).backward();
+    expect_gradients(*root, world, want);
+  });
+}
+
+TEST(Behaviour, unit_called_outside_its_roots_forward_is_a_root_of_its_own) {
+  const auto make = [] { return chain(2); };
+  const auto want = mean_gradients(2, make, [](Block& m, int rank) {
+    m.forward(input_of(rank)).backward();
+    m.child(1).forward(input_of(rank, 1)).sum().backward();
+  });
+  run_ranks(2, [&](comm::World& world) {
+    auto model = make();
+    auto root = shard_chain(*model, 2, plain(world));
+    root->call(*model, input_of(world.rank())).backward();
+    fsdp::call(model->child(1), input_of(world.rank(), 1)).sum().backward();
+    EXPECT_EQ(root->stats().image_bytes_in_use, 0);
+    expect_gradients(*root, world, want);
+  });
+}
+
 TEST(Behaviour, nested_units_and_a_unit_without_parameters) {
   const auto make = [] {
     auto inner = std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4, 4}}, [](Block& b, const at::Tensor& x) {

@@ -83,10 +83,38 @@ TEST(IssueList, unit_called_twice_gathers_twice_and_reduces_once) {
   const std::vector<ForwardEvent> events{{true, 0, true},  {true, 1, true}, {false, 1, true}, {true, 2, true},
                                          {false, 2, true}, {true, 1, true}, {false, 1, true}, {false, 0, true}};
   EXPECT_EQ(text(build_issue_list(events, units(2), 1)), "AG1 AG2 free1 AG1 RS2 free2 RS1 free1 RS0 free0");
-  // Back to back, the second gather can't move above the first reshard.
+}
+
+TEST(IssueList, unit_called_back_to_back_keeps_its_image) {
   const std::vector<ForwardEvent> twice{{true, 0, true}, {true, 1, true},  {false, 1, true},
                                         {true, 1, true}, {false, 1, true}, {false, 0, true}};
-  EXPECT_EQ(text(build_issue_list(twice, units(1), 2)), "AG1 free1 AG1 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(twice, units(1), 2)), "AG1 RS1 free1 RS0 free0");
+}
+
+TEST(IssueList, named_units_are_gathered_instead_of_the_next) {
+  auto traits = units(3);
+  traits[3].prefetch = {1};
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), traits, 1)), "AG3 AG1 RS3 free3 AG2 RS2 free2 RS1 free1 RS0 free0");
+}
+
+TEST(IssueList, named_units_that_backward_wont_reach_are_left_out) {
+  auto events = in_a_row(2);
+  events[1].needs_backward = false;  // unit 1
+  auto traits = units(2);
+  traits[2].prefetch = {1, 2};
+  EXPECT_EQ(text(build_issue_list(events, traits, 1)), "AG2 RS2 free2 RS0 free0");
+}
+
+TEST(IssueList, unit_whose_values_backward_doesnt_need_is_reduced_alone) {
+  auto traits = units(2);
+  traits[1].gathers_in_backward = false;
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 RS2 free2 RS1 free1 RS0 free0");
+}
+
+TEST(IssueList, unit_that_stays_after_backward_isnt_freed) {
+  auto traits = units(2);
+  traits[1].reshard_after_backward = false;
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 AG1 RS2 free2 RS1 RS0 free0");
 }
 
 TEST(IssueList, nested_units_reduce_after_what_they_contain) {

@@ -180,6 +180,27 @@ TEST(Planner, tells_buckets_apart_that_hold_the_same_numbers) {
   }
 }
 
+TEST(Planner, each_parameter_evenly_is_what_chunk_makes_of_rows) {
+  for (const int world : {1, 2, 3, 4, 7}) {
+    for (const Index rows : {0, 1, 5, 8, 13}) {
+      const Index columns = 3;
+      const std::vector<ParamSpec> params{
+          {.name = "frozen", .shape = {rows, columns}, .block = rows > 0 ? columns : 1, .trainable = false},
+          {.name = "w", .shape = {rows, columns}, .block = rows > 0 ? columns : 1}};
+      const BucketPlan plan = plan_each_evenly(params, world);
+      validate(plan);
+      const Index each = (rows + world - 1) / world;
+      for (int rank = 0; rank < world; ++rank) {
+        const Index begin = std::min(rows, each * rank) * columns;
+        const Index end = std::min(rows, each * (rank + 1)) * columns;
+        for (const int param : {0, 1}) EXPECT_EQ(plan.owned(param, rank).size(), end - begin) << rows << "/" << world;
+        if (end > begin) EXPECT_EQ(plan.owned(1, rank), (Interval{begin, end}));
+      }
+      EXPECT_EQ(plan.num_trainable_segments(), 1);
+    }
+  }
+}
+
 TEST(Planner, refuses_bad_options) {
   const std::vector<ParamSpec> params{{.name = "w", .shape = {4}}};
   EXPECT_INVALID(plan_bucket(params, {.world_size = 0}), "[plan] Expected a world size of at least 1, but got 0");
