@@ -9,6 +9,7 @@ namespace ragged::python {
 namespace py = pybind11;
 
 void bind_layout(py::module_& module);
+void bind_init(py::module_& module);
 void bind_fsdp(py::module_& module);
 
 }  // namespace ragged::python

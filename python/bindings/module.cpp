@@ -38,5 +38,6 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = RAGGED_TORCH_VERSION;
   ragged::python::bind_errors(module);
   ragged::python::bind_layout(module);
+  ragged::python::bind_init(module);
   ragged::python::bind_fsdp(module);
 }

@@ -18,7 +18,7 @@ from ragged_fsdp._compat import check_torch
 check_torch()
 
 from ragged_fsdp import _C  # noqa: E402
-from ragged_fsdp._C import CommError, InvalidArgument, RaggedError  # noqa: E402
+from ragged_fsdp._C import CommError, InvalidArgument, RaggedError, initial_values  # noqa: E402
 from ragged_fsdp.blocks import Block, elements, rows, tile, whole  # noqa: E402
 from ragged_fsdp.clip import clip_grad_norm_  # noqa: E402
 from ragged_fsdp.fully_shard import fully_shard  # noqa: E402
@@ -50,6 +50,7 @@ __all__ = [
     "elements",
     "forecast",
     "fully_shard",
+    "initial_values",
     "install",
     "register_fsdp_forward_method",
     "reset_peaks",
