@@ -1,12 +1,11 @@
 // The runtime for Python: process groups, parameter groups, and the four events. Each event is one call; the GIL is
 // released in it and taken again for the moments in which Python objects change hands (group_front.h).
-#include "python/bindings/bindings.h"
-#include "python/bindings/group_front.h"
-#include "python/bindings/python_calls.h"
-
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "python/bindings/bindings.h"
+#include "python/bindings/group_front.h"
+#include "python/bindings/python_calls.h"
 #include "ragged/base/error.h"
 #include "ragged/fsdp/plan_group.h"
 #include "ragged/fsdp/runtime.h"
@@ -52,8 +51,8 @@ plan::Block parse_block(const std::tuple<std::string, Index, Index>& block) {
   if (kind == "rows") return plan::rows(count);
   if (kind == "tile") return plan::tile(count, columns);
   RAGGED_CHECK(
-      kind == "whole", "[shard_policy] Expected elements, rows, tile or whole, but got '{}'. Use the functions of those names.",
-      kind);
+      kind == "whole",
+      "[shard_policy] Expected elements, rows, tile or whole, but got '{}'. Use the functions of those names.", kind);
   return plan::whole();
 }
 
@@ -67,7 +66,8 @@ struct ParamArgs {
 Group make_group(
     const ParamArgs& params, at::ScalarType dtype, std::optional<at::ScalarType> param_dtype,
     std::optional<at::ScalarType> reduce_dtype, const comm::MeshGroups& groups,
-    const std::vector<std::optional<at::Tensor>>& values, bool front_holds_values) {
+    const std::vector<std::optional<at::Tensor>>& values, bool front_holds_values,
+    const fsdp::ParamGroupSpec::Offload& offload) {
   std::vector<fsdp::ParamInfo> infos;
   std::vector<std::optional<plan::Block>> blocks;
   std::vector<at::Tensor> tensors;
@@ -81,6 +81,7 @@ Group make_group(
   const fsdp::MixedPrecision dtypes{.param_dtype = param_dtype, .reduce_dtype = reduce_dtype};
   fsdp::ParamGroupSpec spec = front_holds_values ? fsdp::plan_front_group(infos, groups, dtypes)
                                                  : fsdp::plan_group(infos, blocks, groups, dtypes);
+  spec.offload = offload;
   return std::make_shared<ParamGroup>(std::move(spec), tensors);
 }
 
@@ -205,14 +206,14 @@ void bind_group(py::module_& module) {
                       std::vector<std::optional<std::tuple<std::string, Index, Index>>> blocks, at::ScalarType dtype,
                       std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
                       const comm::MeshGroups& groups, const std::vector<std::optional<at::Tensor>>& values,
-                      bool front_holds_values) {
+                      bool front_holds_values, bool offload, bool pin_memory) {
             return make_group(
                 {std::move(names), std::move(shapes), std::move(requires_grad), std::move(blocks)}, dtype, param_dtype,
-                reduce_dtype, groups, values, front_holds_values);
+                reduce_dtype, groups, values, front_holds_values, {.enabled = offload, .pin_memory = pin_memory});
           }),
           py::arg("names"), py::arg("shapes"), py::arg("requires_grad"), py::arg("blocks"), py::arg("dtype"),
           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("groups"), py::arg("values"),
-          py::arg("front_holds_values") = false)
+          py::arg("front_holds_values") = false, py::arg("offload") = false, py::arg("pin_memory") = false)
       .def("set_front", &set_front, py::arg("params"), py::arg("calls"), py::arg("gatherer") = py::none())
       .def(
           "set_sharded",

@@ -114,7 +114,9 @@ void PythonFront::release_gradients() {
         entry.wrapper = {};
       } else {
         const at::Tensor& wrapper = THPVariable_Unpack(entry.wrapper.ptr());
-        py::setattr(entry.wrapper, local_name, py::cast(at::empty({0}, at::TensorOptions().dtype(wrapper.scalar_type()).device(wrapper.device()))));
+        py::setattr(
+            entry.wrapper, local_name,
+            py::cast(at::empty({0}, at::TensorOptions().dtype(wrapper.scalar_type()).device(wrapper.device()))));
       }
     }
   });

@@ -10,9 +10,9 @@ namespace ragged::python {
 
 /// What Python hands over for one parameter.
 struct PythonParam {
-  py::object sharded;        // nn.Parameter over a RaggedTensor
-  py::object unsharded;      // nn.Parameter over the image
-  py::object gradient_spec;  // of the RaggedTensors that wrap gradients
+  py::object sharded;                                // nn.Parameter over a RaggedTensor
+  py::object unsharded;                              // nn.Parameter over the image
+  py::object gradient_spec;                          // of the RaggedTensors that wrap gradients
   std::vector<std::pair<py::dict, py::str>> places;  // module._parameters and the name in it; several when tied
 };
 

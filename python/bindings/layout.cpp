@@ -1,6 +1,5 @@
 // Index mathematics of placements, for the Python side: plain integers and tuples, no tensors.
 #include "python/bindings/bindings.h"
-
 #include "ragged/layout/box.h"
 #include "ragged/layout/overlap.h"
 #include "ragged/layout/placement.h"
@@ -30,8 +29,8 @@ void bind_layout(py::module_& module) {
         const layout::RaggedShard placement(dims, std::move(units));
         return std::pair{placement.dims(), placement.local_units()};
       },
-      "(dims, units) -> the same with units divided by their gcd. Raises InvalidArgument on nonsense.",
-      py::arg("dims"), py::arg("units"));
+      "(dims, units) -> the same with units divided by their gcd. Raises InvalidArgument on nonsense.", py::arg("dims"),
+      py::arg("units"));
   module.def(
       "ragged_intervals",
       [](const Shape& shape, int dims, Shape units) {

@@ -1,8 +1,7 @@
 // The extension ragged_fsdp._C: errors, versions, and the bindings of each topic.
-#include "python/bindings/bindings.h"
-
 #include <torch/csrc/Exceptions.h>
 
+#include "python/bindings/bindings.h"
 #include "ragged/base/error.h"
 
 namespace ragged::python {

@@ -26,8 +26,9 @@ from ragged_fsdp.install import install, uninstall  # noqa: E402
 from ragged_fsdp.mesh import DataParallelMeshDims  # noqa: E402
 from ragged_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard  # noqa: E402
+from ragged_fsdp.state_dict import set_model_state_dict, set_optimizer_state_dict  # noqa: E402
 from ragged_fsdp.summary import forecast, reset_peaks, stats, summary  # noqa: E402
-from ragged_fsdp.tensor import RaggedTensor, distribute_tensor  # noqa: E402
+from ragged_fsdp.tensor import RaggedTensor, distribute_tensor, redistribute  # noqa: E402
 
 __version__: str = _C.version
 
@@ -52,9 +53,12 @@ __all__ = [
     "fully_shard",
     "initial_values",
     "install",
+    "redistribute",
     "register_fsdp_forward_method",
     "reset_peaks",
     "rows",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "share_comm_ctx",
     "stats",
     "summary",

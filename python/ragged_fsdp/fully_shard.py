@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed._composable import contract
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ragged_fsdp import _C
 from ragged_fsdp.blocks import Block, ShardPolicy
@@ -48,6 +48,8 @@ def fully_shard(
         the root; an int k frees them but for a k-th part, which groups of k neighbouring ranks gather among themselves in backward.
     shard_placement_fn: Shard(d) is taken as a block (no cut through a slice of dims 0..d); a ShardPlacementResult also chooses the mesh.
     mp_policy: dtypes of the unit; masters, gradients and optimizer states keep the parameters' own. Parameters of several dtypes are fine.
+    offload_policy: CPUOffloadPolicy keeps masters, gradients and with them optimizer states in host memory; images and reductions stay on the
+        mesh's device.
     ignored_params: left alone, neither sharded nor reduced.
 
     Raises ValueError (InvalidArgument is one) for a module that can't be sharded, a parameter tied across units, 0-dim parameters, meshes and
@@ -63,7 +65,6 @@ def fully_shard(
     state.mp_policy = mp_policy
     state.offload_policy = offload_policy
     state.reshard_after_forward, small = _checked_reshard(reshard_after_forward, data)
-    _check_offload(offload_policy, data)
     ignored = set(ignored_params or ())
     managed = _managed_modules(modules, state)
     params = collect(modules, managed, ignored, state)
@@ -73,7 +74,7 @@ def fully_shard(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via distribute_module). Got plain tensor "
             f"for parameter '{plain[0]}'."
         )
-    state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, state)
+    state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, state)
     if small:
         for group in state.groups:
             group.core.set_small_group(data.small_group(small))
@@ -119,14 +120,6 @@ def _checked_reshard(value: bool | int | None, data: DataMesh) -> tuple[bool | N
     if value in (1, data.shard_size):
         return value != 1, 0
     return True, value
-
-
-def _check_offload(policy: OffloadPolicy, data: DataMesh) -> None:
-    """On a CPU mesh parameters, gradients and states are on the CPU in any case, and pinning has no meaning."""
-    if isinstance(policy, CPUOffloadPolicy) and data.device.type != "cpu":
-        raise NotImplementedError(
-            f"[fully_shard] Expected no CPUOffloadPolicy on a {data.device.type} mesh, but got one. Offloading isn't supported there yet."
-        )
 
 
 def _move_to_device(managed: list[nn.Module], ignored: set[nn.Parameter], device: torch.device) -> None:

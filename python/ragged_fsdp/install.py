@@ -13,24 +13,26 @@ _PLACES = (
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp._fully_shard._fully_shard",
 )
-_NAMES = ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx")
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_STATE_DICT_NAMES = ("set_model_state_dict", "set_optimizer_state_dict")
+_NAMES = ("fully_shard", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx")
 _replaced: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
     """From now on `from torch.distributed.fsdp import fully_shard` gives ours. Call it before the names are imported; calling it again does
-    nothing. FSDPModule stays a class that both ours and torch's modules are instances of. The collectives stay as chosen."""
+    nothing. torch's FSDPModule stays: our modules are instances of it. The collectives stay as chosen."""
     import ragged_fsdp
 
     if _replaced:
         return
-    for place in _PLACES:
+    for place, names in [*((place, _NAMES) for place in _PLACES), (_STATE_DICT, _STATE_DICT_NAMES)]:
         try:
             module: Any = importlib.import_module(place)
         except ImportError:  # a place that this torch doesn't have
             continue
-        for name in _NAMES:
-            if hasattr(module, name) and name != "FSDPModule":
+        for name in names:
+            if hasattr(module, name):
                 _replaced.append((module, name, getattr(module, name)))
                 setattr(module, name, getattr(ragged_fsdp, name))
 

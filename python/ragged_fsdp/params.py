@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
@@ -66,6 +66,7 @@ class ManagedGroup:
     dtype: torch.dtype  # of masters and gradients
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
     holds_subclasses: bool = False  # values stay in tensor subclasses, which gather themselves (extensions.py)
     blocks: list[tuple[str, int, int] | None] = dataclasses.field(default_factory=list)
     core: Any = None  # _C.ParamGroup
@@ -124,6 +125,7 @@ def make_groups(
     mp_policy: MixedPrecisionPolicy,
     shard_policy: blocks.ShardPolicy | blocks.Block | None,
     placement_fn: PlacementFn | None,
+    offload: OffloadPolicy,
     state: Any,
 ) -> list[ManagedGroup]:
     """Splits by dtype and mesh, plans each group, cuts the values, and puts the sharded parameters into the modules. No communication."""
@@ -145,7 +147,7 @@ def make_groups(
         param_dtype, reduce_dtype = _dtypes(param.original, mp_policy)
         subclass = extensions.is_subclass(param.original)
         key = (param.original.dtype, param_dtype, reduce_dtype, id(own_mesh.groups), subclass)
-        group = groups.setdefault(key, ManagedGroup([], own_mesh, param.original.dtype, param_dtype, reduce_dtype, subclass))
+        group = groups.setdefault(key, ManagedGroup([], own_mesh, param.original.dtype, param_dtype, reduce_dtype, offload, subclass))
         param.index, param.group = len(group.params), group
         group.params.append(param)
         group.blocks.append(blocks.to_args(_raised(block, param)))
@@ -228,6 +230,7 @@ def build_core(group: ManagedGroup, values: list[torch.Tensor | None]) -> None:
     """Makes the C++ group. `values` are whole local tensors to be cut, None where there are none yet."""
     params = group.params
     floating = group.dtype.is_floating_point
+    offloads = isinstance(group.offload, CPUOffloadPolicy)
     group.core = _C.ParamGroup(
         names=[param.name for param in params],
         shapes=[list(param.local_shape) for param in params],
@@ -239,6 +242,9 @@ def build_core(group: ManagedGroup, values: list[torch.Tensor | None]) -> None:
         groups=group.mesh.groups,
         values=values,
         front_holds_values=group.holds_subclasses,
+        offload=offloads,
+        # Pinning needs a driver, and is of use only where copies go to another device.
+        pin_memory=offloads and group.offload.pin_memory and group.mesh.device.type != "cpu",  # type: ignore[attr-defined]
     )
 
 

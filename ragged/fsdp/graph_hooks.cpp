@@ -79,10 +79,10 @@ void hook_graph(
   std::unordered_set<ag::Node*> seen;
   std::vector<ag::Node*> todo;
   const auto visit = [&](ag::Node* node) {
-    if (node && node != &*inputs && seen.insert(node).second) todo.push_back(node);
+    if (node && node != inputs.get() && seen.insert(node).second) todo.push_back(node);
   };
   for (const at::Tensor* output : outputs) {
-    if (output->requires_grad() && output->grad_fn()) visit(&*output->grad_fn());
+    if (output->requires_grad() && output->grad_fn()) visit(output->grad_fn().get());
   }
   while (!todo.empty()) {
     ag::Node* node = todo.back();
@@ -92,7 +92,7 @@ void hook_graph(
     // Nodes of a unit inside this one are hooked already, and to gather that one is to have gathered this one.
     if (!has_our_hook(*node)) node->add_pre_hook(std::make_unique<ReachedHook>(owner, shared));
     for (const ag::Edge& edge : node->next_edges()) {
-      if (edge.function) visit(&*edge.function);
+      if (edge.function) visit(edge.function.get());
     }
   }
 }

@@ -112,9 +112,8 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
       for (std::size_t i = begun; i < until; ++i) gather(begin_order[i]);
       for (const int unit : named) {
         const auto next = std::find_if(
-            begin_order.begin() + static_cast<std::ptrdiff_t>(begun), begin_order.end(), [&](int call) {
-              return unit_of(call) == unit && !issued[static_cast<std::size_t>(call)];
-            });
+            begin_order.begin() + static_cast<std::ptrdiff_t>(begun), begin_order.end(),
+            [&](int call) { return unit_of(call) == unit && !issued[static_cast<std::size_t>(call)]; });
         if (next != begin_order.end()) gather(*next);
       }
       ++begun;

@@ -47,8 +47,10 @@ ParamGroup::ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values) 
 
   if (spec_.front_holds_values) return;
   const at::NoGradGuard no_grad;
-  masters_->adopt(at::zeros(  // padding stays zero: it travels, and norms run over it
-      {masters_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device)));
+  at::Tensor memory = at::empty(
+      {masters_->numel()},
+      at::TensorOptions().dtype(spec_.master_dtype).device(home()).pinned_memory(spec_.offload.pin_memory));
+  masters_->adopt(memory.zero_());  // padding stays zero: it travels, and norms run over it
   for (std::size_t i = 0; i < num_params; ++i) {
     const at::Tensor& value = values[i];
     if (!value.defined() || buffer::lacks_bytes(value)) {
@@ -75,7 +77,8 @@ std::shared_ptr<ParamGroup> ParamGroup::converted(
 }
 
 void ParamGroup::bind(std::vector<at::Tensor> params) {
-  RAGGED_ASSERT(params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
+  RAGGED_ASSERT(
+      params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
   spec_.params = std::move(params);
   accumulators_.clear();
 }
@@ -83,6 +86,11 @@ void ParamGroup::bind(std::vector<at::Tensor> params) {
 void ParamGroup::set_master(int param, const at::Tensor& local) {
   const at::NoGradGuard no_grad;
   masters_->tensor(param).copy_(local);
+}
+
+// Where masters and published gradients live.
+c10::Device ParamGroup::home() const {
+  return spec_.offload.enabled ? c10::Device(c10::kCPU) : spec_.groups.device;
 }
 
 buffer::DBufferSpec ParamGroup::buffer_spec(at::ScalarType dtype, int num_segments) const {
@@ -317,7 +325,7 @@ DBuffer& ParamGroup::reduction_target(DBuffer::ReduceOptions& options) {
   DBuffer* target = grads_.get();
   if (postponed) {
     target = partial_.get();
-  } else if (grads_->is_resident() && (replicated || all_reduce_hook)) {
+  } else if (spec_.offload.enabled || (grads_->is_resident() && (replicated || all_reduce_hook))) {
     target = scratch_.get();
   }
   if (!replicated) options.scale = 1.0 / divide_factor();
@@ -384,11 +392,15 @@ void ParamGroup::finish_reduction() {
 }
 
 void ParamGroup::merge(DBuffer& target) {
-  if (grads_->is_resident()) {
-    grads_->add(target, counters);
-  } else {
-    grads_->adopt(target.flat());
+  const at::Tensor sum = target.flat().to(home());
+  if (spec_.offload.enabled) counters.copied += static_cast<Index>(sum.nbytes());
+  target.adopt({});
+  if (!grads_->is_resident()) {
+    grads_->adopt(sum);
+    return;
   }
+  target.adopt(sum);
+  grads_->add(target, counters);
   target.adopt({});
 }
 
@@ -432,7 +444,10 @@ void ParamGroup::take_foreign_gradients() {
     const bool foreign = has_grad_[i] && front_->gradient(index) == GroupFront::Gradient::kForeign;
     if (!foreign && (has_grad_[i] || fresh)) continue;
     if (!grads_->is_resident()) {
-      grads_->adopt(gradient_memory(*grads_));
+      grads_->adopt(
+          spec_.offload.enabled
+              ? at::empty({grads_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(home()))
+              : gradient_memory(*grads_));
       grads_->zero(counters);
     }
     at::Tensor own = grads_->tensor(index);

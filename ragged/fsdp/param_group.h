@@ -28,6 +28,12 @@ struct ParamGroupSpec {
   at::ScalarType master_dtype = at::kFloat;
   at::ScalarType param_dtype = at::kFloat;
   at::ScalarType reduce_dtype = at::kFloat;
+  /// Masters, gradients and with them optimizer states live in host memory; the image and reductions on the device.
+  struct Offload {
+    bool enabled = false;
+    bool pin_memory = false;
+  };
+  Offload offload{};
   bool front_holds_values = false;  // GroupFront::gathers(): there are no masters
   /// The leaves that autograd sees, in plan order, over the image: see bind().
   std::vector<at::Tensor> params{};
@@ -117,8 +123,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void unshard();
   void wait_for_unshard();
   void reshard();
-  /// The same, but where a small group is set and the plan allows, its ranks keep the image among them, so that the next
-  /// gather is theirs alone. The group's ranks must be consecutive in the shard group.
+  /// The same, but where a small group is set and the plan allows, its ranks keep the image among them, so that the
+  /// next gather is theirs alone. The group's ranks must be consecutive in the shard group.
   void reshard_to_small_group();
   void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
 
@@ -194,6 +200,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
+  c10::Device home() const;
   at::Tensor gradient_memory(const buffer::DBuffer& shard);
   void merge(buffer::DBuffer& target);
   void take_foreign_gradients();

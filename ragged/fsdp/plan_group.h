@@ -14,7 +14,8 @@ namespace ragged::fsdp {
 ParamGroupSpec plan_group(
     std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
     const comm::MeshGroups& groups, const MixedPrecision& mixed_precision);
-/// The same for parameters whose values a front holds and gathers by itself (GroupFront::gathers): rows, as even as can be.
+/// The same for parameters whose values a front holds and gathers by itself (GroupFront::gathers): rows, as even as can
+/// be.
 ParamGroupSpec plan_front_group(
     std::span<const ParamInfo> params, const comm::MeshGroups& groups, const MixedPrecision& mixed_precision);
 

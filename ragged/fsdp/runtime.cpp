@@ -218,6 +218,7 @@ void Runtime::begin_recomputation(int index, const TensorRefs& inputs) {
       }
     }
   }
+  open.stays = open.reached || !unit(index).is_sharded();  // gathered ahead by the list, which won't do it twice
   open_.push_back(open);
   for (const auto& group : unit(index).groups) group->unshard();
   for (const auto& group : unit(index).groups) group->wait_for_unshard();
@@ -262,7 +263,7 @@ void Runtime::post_forward(int index, const TensorRefs& outputs, bool may_reshar
   hook_call(open, outputs);
   if (!open.recomputes && open.record) open.record->end_call(index);
   open_.pop_back();
-  if (may_reshard && !open.reached && u.reshards_after_forward()) {
+  if (may_reshard && !open.stays && u.reshards_after_forward()) {
     for (const auto& group : u.groups) {
       open.record ? group->reshard_to_small_group() : group->reshard();  // without a backward there is nothing to keep
     }

@@ -50,8 +50,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
   /// `shares`: another root whose pool and stream serve this one too (pipeline stages on one rank); may be null.
   Runtime(
-      std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions options,
-      const Runtime* shares = nullptr);
+      std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions options, const Runtime* shares = nullptr);
   ~Runtime();
 
   const std::vector<RuntimeUnit>& units() const { return units_; }
@@ -91,7 +90,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     Record record;
     comm::compat::NodePtr inputs;
     bool recomputes = false;
-    bool reached = false;  // backward had reached the call: its parameters stay
+    bool reached = false;  // backward had reached the call before
+    bool stays = false;    // the parameters were there before, and are wanted after
   };
 
   void make_slots();
@@ -132,8 +132,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::size_t prefetched_ = 0;   // how far into last_order_ gathers were issued
   std::vector<int> gathered_ahead_;
 
-  bool backward_open_ = false;           // began, and its sweep hasn't run
-  std::weak_ptr<void> backward_alive_;   // held by the sweep's callback
+  bool backward_open_ = false;          // began, and its sweep hasn't run
+  std::weak_ptr<void> backward_alive_;  // held by the sweep's callback
   std::vector<Record> active_;
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
   std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue

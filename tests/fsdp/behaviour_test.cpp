@@ -149,18 +149,22 @@ TEST(Behaviour, loss_on_a_tensor_that_escaped) {
     auto root = std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4}}, [](Block& b, const at::Tensor& x) {
       return fsdp::call(b.child(0), x * b.p[0]);
     });
-    root->add("layer", std::make_shared<Block>(
-                           std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}}, [kept](Block& b, const at::Tensor& x) {
-                             *kept = at::tanh(at::linear(x, b.p[0]));
-                             return at::linear(*kept, b.p[1]);
-                           }));
+    root->add(
+        "layer",
+        std::make_shared<Block>(
+            std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}}, [kept](Block& b, const at::Tensor& x) {
+              *kept = at::tanh(at::linear(x, b.p[0]));
+              return at::linear(*kept, b.p[1]);
+            }));
     return root;
   };
   at::Tensor plain_kept;
-  const auto want = mean_gradients(2, [&] { return make(&plain_kept); }, [&](Block& m, int rank) {
-    m.forward(input_of(rank));
-    plain_kept.pow(2).sum().backward();
-  });
+  const auto want = mean_gradients(
+      2, [&] { return make(&plain_kept); },
+      [&](Block& m, int rank) {
+        m.forward(input_of(rank));
+        plain_kept.pow(2).sum().backward();
+      });
   run_ranks(2, [&](comm::World& world) {
     at::Tensor kept;
     auto model = make(&kept);
@@ -178,10 +182,10 @@ TEST(Behaviour, returned_view_rewritten_in_place) {
       y.add_(1.0);
       return y.pow(2).sum();
     });
-    root->add("layer", std::make_shared<Block>(
-                           std::vector<std::vector<int64_t>>{{4, 4}}, [](Block& b, const at::Tensor& x) {
-                             return at::linear(x, b.p[0]).view({-1});
-                           }));
+    root->add(
+        "layer", std::make_shared<Block>(std::vector<std::vector<int64_t>>{{4, 4}}, [](Block& b, const at::Tensor& x) {
+          return at::linear(x, b.p[0]).view({-1});
+        }));
     return root;
   };
   const auto want = mean_gradients(2, make, [](Block& m, int rank) { m.forward(input_of(rank)).backward(); });
