@@ -1,0 +1,236 @@
+// The gradients' half of a ParamGroup: from autograd's hands into the reduce buffer, through the reduction, to .grad.
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include "ragged/base/error.h"
+#include "ragged/comm/below_autograd.h"
+#include "ragged/fsdp/param_group.h"
+
+namespace ragged::fsdp {
+
+using buffer::DBuffer;
+using comm::BelowAutograd;
+
+void ParamGroup::hook_gradients(const GradientReady& ready) {
+  gradient_ready_ = ready;
+  accumulators_.resize(spec_.params.size());
+  for (std::size_t i = 0; i < spec_.params.size(); ++i) {
+    if (accumulators_[i] || !spec_.params[i].requires_grad()) continue;
+    // The node is kept: a tensor holds its accumulator weakly, and the hook would go with it.
+    accumulators_[i] = torch::autograd::impl::grad_accumulator(spec_.params[i]);
+    accumulators_[i]->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [weak = weak_from_this(), index = static_cast<int>(i)](
+            const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+          if (const auto group = weak.lock()) group->gradient_ready_(index);
+          return outputs;
+        }));
+  }
+}
+
+bool ParamGroup::refresh_trainable(const GradientReady& ready) {
+  if (front_) front_->follow_requires_grad();
+  bool trains = false;
+  bool unfrozen = false;
+  for (std::size_t i = 0; i < spec_.params.size(); ++i) {
+    if (!spec_.params[i].requires_grad()) continue;
+    trains = true;
+    unfrozen = unfrozen || i >= accumulators_.size() || !accumulators_[i];
+    if (plan().segment_of(static_cast<int>(i)) < reduced_segments_) continue;
+    RAGGED_CHECK(
+        !grads_->is_resident() && !reduce_->is_resident(),
+        "[unfreeze] Expected no gradients in unit '{}' when '{}' is unfrozen, but got some. Call zero_grad() first.",
+        spec_.name, plan().params[i].name);
+    make_reduce_buffers(static_cast<int>(plan().segments.size()));
+    slots_.reduce = slots_.pool->add_class(buffer::SlotUse::kReduce, reduce_->nbytes());
+    slots_.staging = slots_.pool->add_class(buffer::SlotUse::kStaging, staging_bytes());
+    slots_.gradient = slots_.pool->add_class(buffer::SlotUse::kGradient, grads_->nbytes());
+  }
+  if (unfrozen) hook_gradients(ready);
+  return trains;
+}
+
+void ParamGroup::take_gradient(int param) {
+  const auto p = static_cast<std::size_t>(param);
+  at::Tensor& leaf_grad = spec_.params[p].mutable_grad();
+  if (!leaf_grad.defined()) return;
+  const at::Tensor grad = front_ ? front_->dense_gradient(param, leaf_grad) : leaf_grad;
+  RAGGED_CHECK(
+      grad.layout() == at::kStrided,
+      "[backward] Expected a dense gradient, but got a sparse one (param '{}'). Turn sparse gradients off.",
+      plan().params[p].name);
+  BelowAutograd guard;
+  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  const at::Tensor slot = reduce_->tensor(param);
+  if (filled_[p]) {
+    slot.add_(grad);
+    counters.added += static_cast<Index>(slot.nbytes());
+  } else {
+    slot.copy_(grad);
+    counters.cast_grad += static_cast<Index>(slot.nbytes());
+  }
+  filled_[p] = true;
+  leaf_grad.reset();
+}
+
+at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
+  // The slot goes back to the pool with the last view of the tensor.
+  auto slot = std::make_shared<buffer::Slot>(slots_.pool->take(slots_.gradient, shard.nbytes()));
+  void* data = slot->data();
+  return at::from_blob(
+      data, {shard.numel()}, [slot](void*) mutable { slot.reset(); },
+      at::TensorOptions().dtype(spec_.master_dtype).device(spec_.groups.device));
+}
+
+// Where the scatter writes. One replica: into the gradients themselves, added where a micro-batch came before.
+// Several: into a shard that is still to be summed over the replicas.
+// Somebody who wants to see the sum (a hook) sees this step's alone.
+DBuffer& ParamGroup::reduction_target(DBuffer::ReduceOptions& options) {
+  const bool replicated = spec_.groups.replicate.size() > 1;
+  const bool postponed = replicated && (!requires_all_reduce || partial_->is_resident());
+  DBuffer* target = grads_.get();
+  if (postponed) {
+    target = partial_.get();
+  } else if (spec_.offload.enabled || (grads_->is_resident() && (replicated || all_reduce_hook))) {
+    target = scratch_.get();
+  }
+  if (!replicated) options.scale = 1.0 / divide_factor();
+  options.accumulate = target->is_resident();
+  if (!target->is_resident()) target->adopt(gradient_memory(*target));
+  return *target;
+}
+
+double ParamGroup::divide_factor() const {
+  return gradient_divide_factor.value_or(spec_.groups.shard.size() * spec_.groups.replicate.size());
+}
+
+void ParamGroup::issue_reduction() {
+  result_is_ready_ = false;
+  if (front_ && !unpublished_) take_foreign_gradients();
+  unpublished_ = true;
+  RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
+  comm::ProfilerRange range("ragged::reduce", spec_.name);
+  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  reduce_->zero_unfilled(filled_, counters);
+  for (std::size_t i = 0; i < filled_.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled_[i]);
+  DBuffer::ReduceOptions options;
+  Reduction reduction;
+  reduction.target = &reduction_target(options);
+  const Index staging_numel = reduce_->staging_numel(spec_.groups.shard, *reduction.target, options);
+  at::Tensor staging;
+  if (staging_numel > 0) {
+    const Index bytes = staging_numel * static_cast<Index>(c10::elementSize(spec_.reduce_dtype));
+    reduction.staging = slots_.pool->take(slots_.staging, bytes);
+    staging = at::from_blob(
+        reduction.staging.data(), {staging_numel},
+        at::TensorOptions().dtype(spec_.reduce_dtype).device(spec_.groups.device));
+  }
+  reduction.work = reduce_->reduce_scatter(spec_.groups.shard, *reduction.target, staging, options);
+  reduction_ = std::move(reduction);
+}
+
+void ParamGroup::finish_scatter() {
+  if (!reduction_ || reduction_->scattered) return;
+  reduction_->work.wait();
+  reduction_->scattered = true;
+  reduction_->staging = {};
+  reduce_->detach();
+  std::fill(filled_.begin(), filled_.end(), 0);
+  if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
+  reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
+  reduction_->all_reducing = true;
+}
+
+void ParamGroup::finish_reduction() {
+  if (!reduction_) return;
+  finish_scatter();
+  reduction_->work.wait();
+  const Reduction done = std::move(*reduction_);
+  reduction_.reset();
+  result_is_ready_ = spec_.groups.replicate.size() == 1 || done.all_reducing;
+  if (!result_is_ready_) return;
+  if (done.all_reducing) done.target->scale(1.0 / divide_factor());
+  if (all_reduce_hook) {
+    const at::Tensor sum = done.target->flat();
+    all_reduce_hook(sum);
+  }
+  if (done.target != grads_.get()) merge(*done.target);
+}
+
+void ParamGroup::merge(DBuffer& target) {
+  const at::Tensor sum = target.flat().to(home());
+  if (spec_.offload.enabled) counters.copied += static_cast<Index>(sum.nbytes());
+  target.adopt({});
+  if (!grads_->is_resident()) {
+    grads_->adopt(sum);
+    return;
+  }
+  target.adopt(sum);
+  grads_->add(target, counters);
+  target.adopt({});
+}
+
+void ParamGroup::publish(const char* used_by_any) {
+  for (std::size_t i = 0; i < used_.size(); ++i) {
+    if (used_by_any[i]) has_grad_[i] = true;
+  }
+  std::fill(used_.begin(), used_.end(), 0);
+  unpublished_ = false;
+  if (!front_) return;
+  std::vector<GroupFront::Published> gradients;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (!has_grad_[i] || plan().segment_of(index) >= reduced_segments_) continue;
+    gradients.push_back({.param = index, .local = grads_->tensor(index), .is_fresh = used_by_any[i] != 0});
+  }
+  front_->published(gradients);
+}
+
+void ParamGroup::follow_gradients() {
+  if (!front_ || unpublished_) return;
+  bool any = false;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    has_grad_[i] = front_->gradient(static_cast<int>(i)) != GroupFront::Gradient::kNone;
+    any = any || has_grad_[i];
+  }
+  if (any || !grads_->is_resident()) return;
+  front_->release_gradients();
+  grads_->adopt({});
+}
+
+// .grad of the front's parameters is theirs to set. None means that this reduction overwrites, whatever memory says;
+// a tensor of somebody else's is what this reduction adds to.
+void ParamGroup::take_foreign_gradients() {
+  follow_gradients();
+  const bool fresh = !grads_->is_resident();
+  BelowAutograd guard;
+  for (std::size_t i = 0; i < has_grad_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (plan().segment_of(index) >= reduced_segments_) continue;
+    const bool foreign = has_grad_[i] && front_->gradient(index) == GroupFront::Gradient::kForeign;
+    if (!foreign && (has_grad_[i] || fresh)) continue;
+    if (!grads_->is_resident()) {
+      grads_->adopt(
+          spec_.offload.enabled
+              ? at::empty({grads_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(home()))
+              : gradient_memory(*grads_));
+      grads_->zero(counters);
+    }
+    at::Tensor own = grads_->tensor(index);
+    if (own.numel() == 0) continue;
+    if (foreign) {
+      own.copy_(front_->foreign_gradient(index));
+    } else {
+      own.zero_();
+      counters.zeroed += static_cast<Index>(own.nbytes());
+    }
+  }
+}
+
+void ParamGroup::zero_grad() {
+  std::fill(has_grad_.begin(), has_grad_.end(), 0);
+  grads_->adopt({});
+}
+
+}  // namespace ragged::fsdp
