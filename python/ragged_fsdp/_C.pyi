@@ -1,0 +1,243 @@
+"""The types of the C++ core: the bindings of python/bindings/*.cpp, in their order. No documentation of what each part
+does; that is in the headers of ragged/. tests/python/test_stubs.py holds the names against the extension.
+
+Sizes, counts and indices are ints; a block is (kind, count, columns), as blocks.to_args() makes it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_Pair = tuple[int, int]
+_Block = tuple[str, int, int]
+
+version: str
+"""Of this package."""
+torch_version: str
+"""Of the torch that the extension was built with."""
+
+# ---- module.cpp: errors ----
+
+class RaggedError(RuntimeError):
+    """What the library throws."""
+
+class CommError(RaggedError):
+    """A collective failed or timed out: a rank is lost or stalled."""
+
+class InternalError(RaggedError):
+    """A mistake of the library's."""
+
+class InvalidArgument(RaggedError, ValueError):
+    """Bad input."""
+
+# ---- layout.cpp: index mathematics of placements ----
+
+def normalize_ragged(dims: int, units: Sequence[int]) -> tuple[int, list[int]]:
+    """(dims, units) with the units divided by their greatest common divisor."""
+
+def ragged_intervals(shape: Sequence[int], dims: int, units: Sequence[int]) -> list[_Pair]:
+    """Flat half-open interval of each rank in a row-major tensor of this shape."""
+
+def ragged_from_intervals(shape: Sequence[int], by_rank: Sequence[_Pair]) -> tuple[int, list[int]]:
+    """(dims, units) of the placement that gives rank r the r-th interval."""
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[tuple[list[int], list[int]]]:
+    """[(offset, size)] of the boxes that a flat interval covers."""
+
+def overlaps(source: Sequence[_Pair], target: Sequence[_Pair]) -> list[tuple[int, int, int, int]]:
+    """[(source, target, begin, end)]: what each rank sends to each other when a flat tensor moves between layouts."""
+
+def raise_block_for_shard(local_shape: Sequence[int], block: int, dim: int) -> int:
+    """Block in elements that doesn't cut through dim `dim` of a tensor that a foreign Shard(dim) left here."""
+
+# ---- init.cpp ----
+
+def initial_values(kind: str, a: float, b: float, seed: int, name: str, begin: int, end: int) -> Tensor:
+    """Elements [begin, end) of a parameter's initial values, 1-D float32, a function of (seed, name, element index).
+    kind: constant (a), normal (mean a, deviation b), uniform in [a, b)."""
+
+# ---- fsdp.cpp: groups ----
+
+class Communicator:
+    """A process group's collectives; without a name, or alone in its group, it does nothing."""
+
+    def __init__(
+        self,
+        group_name: str | None,
+        device: torch.device,
+        name: str,
+        stock: bool = False,
+        check_order: bool = False,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_stock(self) -> bool:
+        """Whether it issues the operations that FSDP2 does."""
+
+    def broadcast(self, tensor: Tensor, root: int, unit: str, /) -> None:
+        """In place; returns when done."""
+
+class MeshGroups:
+    """Who shards and who replicates."""
+
+    def __init__(
+        self, shard: Communicator, replicate: Communicator, ranks: Sequence[int], rank: int, device: torch.device
+    ) -> None: ...
+
+class PythonParam:
+    """The objects of one parameter, and the places in modules that hold it."""
+
+    def __init__(
+        self,
+        sharded: Parameter,
+        unsharded: Parameter,
+        gradient_spec: Any,
+        places: Sequence[tuple[dict[str, Any], str]],
+    ) -> None: ...
+
+class PythonCalls:
+    """What a group calls in Python."""
+
+    def __init__(
+        self,
+        wrap: Callable[[Tensor, Any], Tensor],
+        dense_gradient: Callable[[Parameter, Tensor], Tensor],
+        local_gradient: Callable[[Parameter], Tensor],
+        run_hooks: Callable[[Parameter], None],
+    ) -> None: ...
+
+class ParamGroup:
+    """Parameters that share one plan, one image and one collective."""
+
+    requires_gradient_sync: bool
+    requires_all_reduce: bool
+    reshard_after_forward: bool
+    reshard_after_backward: bool
+    gradient_divide_factor: float | None
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        requires_grad: Sequence[bool],
+        blocks: Sequence[_Block | None],
+        dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        groups: MeshGroups,
+        values: Sequence[Tensor | None],
+        front_holds_values: bool = False,
+        offload: bool = False,
+        pin_memory: bool = False,
+    ) -> None: ...
+    def set_front(self, params: Sequence[PythonParam], calls: PythonCalls, gatherer: Any = None) -> None:
+        """The Python side of the parameters; a gatherer makes the unsharded ones itself."""
+
+    def set_sharded(self, param: int, sharded: Parameter, /) -> None:
+        """Another object took the sharded parameter's place."""
+
+    def image(self, param: int, /) -> Tensor:
+        """Parameter i of the unsharded image; its bytes come and go."""
+
+    def master(self, param: int, /) -> Tensor:
+        """This rank's piece of parameter i, 1-D."""
+
+    def flat_masters(self) -> Tensor:
+        """The pieces of all parameters, 1-D, padding included."""
+
+    def flat_grads(self) -> Tensor: ...
+    def set_master(self, param: int, local: Tensor, /) -> None:
+        """Writes this rank's piece of parameter i, 1-D."""
+
+    def mark_initialised(self) -> None: ...
+    def bump_master_version(self) -> None: ...
+    def placement(self, param: int, /) -> tuple[int, list[int]]:
+        """(dims, units) of parameter i over the shard dim."""
+
+    def set_small_group(self, group: Communicator, /) -> None:
+        """Neighbouring ranks that keep the image together between forward and backward."""
+
+    def converted(
+        self, dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+    ) -> ParamGroup:
+        """The same layout with other dtypes."""
+
+    def rename(self, unit: str, params: Sequence[str], /) -> None:
+        """Fully qualified names, for messages and profiles."""
+
+    @property
+    def is_sharded(self) -> bool: ...
+    @property
+    def image_bytes(self) -> int: ...
+    @property
+    def plan_text(self) -> str: ...
+    @property
+    def plan_json(self) -> str: ...
+    @property
+    def padding(self) -> int:
+        """Elements."""
+
+    @property
+    def image_numel(self) -> int: ...
+    @property
+    def local_numel(self) -> int: ...
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, /) -> None:
+        """Sees each reduced gradient shard, 1-D, before it is published or added."""
+
+# ---- fsdp.cpp: the runtime ----
+
+class RuntimeUnit:
+    """What one fully_shard call took."""
+
+    def __init__(
+        self,
+        name: str,
+        parent: int,
+        groups: Sequence[ParamGroup],
+        param_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        cast_forward_inputs: bool,
+    ) -> None: ...
+
+class Runtime:
+    """The units of one root, the root first, and what happens when. Units are named by their index."""
+
+    is_last_backward: bool
+
+    def __init__(
+        self,
+        units: Sequence[RuntimeUnit],
+        groups: MeshGroups,
+        shares: Runtime | None = None,
+        backward_prefetch: int = 1,
+    ) -> None: ...
+    def pre_forward(self, unit: int, tensors: Sequence[Tensor], /) -> list[Tensor] | None:
+        """Gathers; the tensors that replace the inputs, None when none changes."""
+
+    def post_forward(self, unit: int, tensors: Sequence[Tensor], may_reshard: bool, /) -> list[Tensor] | None:
+        """Reshards; the tensors that replace the outputs, None when none changes."""
+
+    def check_ranks_agree(self) -> None:
+        """Raises when the ranks' models or options differ; a collective."""
+
+    def unshard(self, unit: int, /) -> None:
+        """Starts a gather."""
+
+    def wait_for_unshard(self, unit: int, /) -> None: ...
+    def reshard(self, unit: int, /) -> None: ...
+    def finish_backward(self) -> None: ...
+    def reset(self) -> None:
+        """Back to the state before a forward, after an exception."""
+
+    def reset_peaks(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def forecast(self, micro_batches: int = 1, sync_each: bool = False) -> dict[str, int]: ...
+    def set_prefetch(self, unit: int, forward: Sequence[int], backward: Sequence[int], /) -> None: ...
+    def set_unshard_in_backward(self, unit: int, value: bool, /) -> None: ...
+    def set_static_use(self, value: bool, /) -> None: ...
