@@ -26,7 +26,7 @@ fi; \
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 
-.PHONY: help setup build test demo bench asan format lint clean
+.PHONY: help setup build test demo wheel bench asan format lint clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -44,6 +44,10 @@ demo: build ## train the demo model on 4 ranks of this machine
 	"$$(tools/venv_path.sh)/bin/torchrun" --standalone --nproc-per-node $(RANKS) --no-python \
 	  build/bin/ragged train $(CONFIG)
 
+wheel: setup ## build the Python package into dist/, for the torch in the environment
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) "$$(tools/venv_path.sh)/bin/python" -m pip --disable-pip-version-check wheel \
+	  --no-build-isolation --no-deps --wheel-dir dist .
+
 bench: setup ## build with -O3 into build-release/ and run the benchmarks
 	@$(call cmake_build,release,build-release)
 	@shopt -s nullglob; for bench in build-release/bin/*_bench; do echo "== $$bench"; "$$bench"; done
@@ -60,4 +64,4 @@ lint: setup ## check format, layers and spelling, and clang-tidy on what changed
 	@tools/lint
 
 clean: ## remove the build folders; the Python environment stays
-	rm -rf build build-release build-asan build-lint
+	rm -rf build build-release build-asan build-lint build-wheel dist

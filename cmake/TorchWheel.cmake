@@ -2,8 +2,12 @@
 #   torch_wheel::cpu      headers + libtorch_cpu + libc10
 #   torch_wheel::python   + libtorch_python and CPython headers (extensions only; only if those headers are there)
 #   torch_wheel::cuda     + libtorch_cuda + libc10_cuda (only if the CUDA headers are there)
-# Input: TORCH_WHEEL (folder of the installed `torch` package), or a Python3_EXECUTABLE that has it, or the activated
-# environment, or else the one that `make setup` made. Output: TORCH_WHEEL, TORCH_WHEEL_VERSION.
+# Input: TORCH_WHEEL (folder of the installed `torch` package; also as an environment variable), or a Python3_EXECUTABLE
+# that has it, or the activated environment, or else the one that `make setup` made. Output: TORCH_WHEEL,
+# TORCH_WHEEL_VERSION.
+if(NOT TORCH_WHEEL AND DEFINED ENV{TORCH_WHEEL})
+  set(TORCH_WHEEL $ENV{TORCH_WHEEL})
+endif()
 if(NOT TORCH_WHEEL AND NOT Python3_EXECUTABLE AND NOT DEFINED ENV{VIRTUAL_ENV} AND NOT DEFINED ENV{CONDA_PREFIX})
   execute_process(
     COMMAND ${CMAKE_CURRENT_LIST_DIR}/../tools/venv_path.sh
@@ -15,13 +19,25 @@ endif()
 # CPython's headers serve extensions alone; a machine without them builds the library and the command.
 find_package(Python3 REQUIRED COMPONENTS Interpreter OPTIONAL_COMPONENTS Development.Module)
 if(NOT TORCH_WHEEL)
-  execute_process(                      # find_spec doesn't import torch: 0.05 s instead of 3 s
-    COMMAND ${Python3_EXECUTABLE} -c
-      "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+  # pip's isolated builds hide the environment's packages from import; sysconfig still says where they lie.
+  # find_spec doesn't import torch: 0.05 s instead of 3 s.
+  execute_process(
+    COMMAND ${Python3_EXECUTABLE} -c "\
+import importlib.util, os, sysconfig
+spec = importlib.util.find_spec('torch')
+found = list(spec.submodule_search_locations or ()) if spec else []
+found += [os.path.join(sysconfig.get_path(scheme), 'torch') for scheme in ('purelib', 'platlib')]
+print(next(folder for folder in found if os.path.exists(os.path.join(folder, 'version.py'))))"
     OUTPUT_VARIABLE TORCH_WHEEL OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 endif()
 set(_remedy "Run `make setup` and build with `make`, or pass -DPython3_EXECUTABLE=... of an environment that has torch, "
   "or -DTORCH_WHEEL=... (the folder of the installed torch package).")
+if(SKBUILD)
+  # pip, uv and build read the message from a log, and the way out is another than for the C++ library.
+  set(_remedy "Install torch first; where the build runs in an environment of its own, either let it see yours "
+    "(pip install scikit-build-core torch, then pip install --no-build-isolation .), or say where torch is: "
+    "TORCH_WHEEL=.../site-packages/torch pip install .")
+endif()
 string(CONCAT _remedy ${_remedy})
 if(NOT TORCH_WHEEL)
   message(FATAL_ERROR "Expected an installed torch wheel, but ${Python3_EXECUTABLE} has no torch. ${_remedy}")

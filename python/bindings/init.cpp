@@ -1,10 +1,10 @@
 // Initial values for Python: those that C++ gives a parameter, as a tensor. Which parameter starts how is the caller's.
-#include "python/bindings/bindings.h"
+#include "ragged/fsdp/init.h"
 
 #include <ATen/ops/empty.h>
 
+#include "python/bindings/bindings.h"
 #include "ragged/base/error.h"
-#include "ragged/fsdp/init.h"
 
 namespace ragged::python {
 namespace {
@@ -20,7 +20,8 @@ at::Tensor initial_values(
     const std::string& kind, double a, double b, std::uint64_t seed, const std::string& name, Index begin, Index end) {
   RAGGED_CHECK(
       0 <= begin && begin <= end,
-      "[initial_values] Expected 0 <= begin <= end, but got {} and {} (param '{}'). Count elements of the whole tensor.",
+      "[initial_values] Expected 0 <= begin <= end, but got {} and {} (param '{}'). Count elements of the whole "
+      "tensor.",
       begin, end, name);
   const fsdp::InitRule rule = parse_rule(kind, a, b);
   at::Tensor values = at::empty({end - begin}, at::kFloat);

@@ -14,8 +14,8 @@ from ragged_fsdp import _C
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "train_llama.py"
-# The extension lies in python/ragged_fsdp of a build folder, the command in its bin.
-COMMAND = pathlib.Path(_C.__file__).parents[2] / "bin" / "ragged"
+# ctest says where the command is; else: the extension lies in python/ragged_fsdp of a build folder, the command in bin.
+COMMAND = pathlib.Path(os.environ.get("RAGGED_BINARY") or pathlib.Path(_C.__file__).parents[2] / "bin" / "ragged")
 
 CONFIG = """
 [model]
