@@ -76,6 +76,11 @@ def fully_shard(
         )
     state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, state)
     if small:
+        if any(group.holds_subclasses for group in state.groups):
+            raise NotImplementedError(
+                f"[fully_shard] Expected reshard_after_forward to be a bool for tensor subclasses, but got {reshard_after_forward}. They gather what "
+                "only they understand, from all ranks: use True."
+            )
         for group in state.groups:
             group.core.set_small_group(data.small_group(small))
     state.init(modules)

@@ -286,7 +286,7 @@ def _unsharded_parameter(param: ManagedParam, requires_grad: bool) -> nn.Paramet
 
 def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | None]) -> None:
     """Follows what happened to the modules' parameters since: module.to(), to_empty(), load_state_dict(assign=True). New values are copied
-    into the masters, and the parameters are views of those again. `owned_elsewhere` names the unit that a parameter belongs to, if another.
+    into the masters, and the parameters are views of those again. `owned_elsewhere` gives a parameter's name in another unit, None if it isn't in one.
     """
     if group.holds_subclasses:
         for param in group.params:
@@ -330,11 +330,6 @@ def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | 
     connect(group)
 
 
-def _place(param: ManagedParam) -> str:
-    module, attribute = param.places[0]
-    return param.name if "." in param.name else f"{type(module).__name__}.{attribute}"
-
-
 def _is_master(group: ManagedGroup, param: ManagedParam, local: torch.Tensor | None) -> bool:
     if local is None or local.device.type == "meta" or param.registered is not param.sharded:
         return local is not None and local.device.type == "meta" and param.registered is param.sharded
@@ -349,7 +344,7 @@ def _current_local(param: ManagedParam, owned_elsewhere: Callable[[nn.Parameter]
         return current._local_tensor
     if (owner := owned_elsewhere(current)) is not None:
         raise ValueError(
-            f"[fully_shard] Expected parameters to stay in their unit, but '{_place(param)}' is shared with a parameter already managed by another "
+            f"[fully_shard] Expected parameters to stay in their unit, but '{param.name}' is shared with a parameter already managed by another "
             f"FSDP group ('{owner}'). Tie them before sharding, and shard the modules that share it in one call: "
             "fully_shard([module_a, module_b])."
         )

@@ -90,7 +90,7 @@ class RaggedState(_State):
             state.index = position
             state.name = ", ".join(names[state])
         self._link(root, self, parents)
-        self._prepare(states, {param: name for name, param in root.named_parameters(remove_duplicate=False)})
+        self._prepare(states, {module: name for name, module in root.named_modules()})
         units = [state._runtime_unit(parents.get(state, 0)) for state in states]
         # On a CPU gathers and compute share the cores, so a second image would buy little.
         ahead = 0 if self.mesh.device.type == "cpu" else 1
@@ -116,17 +116,19 @@ class RaggedState(_State):
         for child in module.children():
             self._link(child, above, parents, seen)
 
-    def _prepare(self, states: list[RaggedState], names: dict[nn.Parameter, str]) -> None:
-        owner = {param.sharded: state for state in states for param in state.params}
+    def _prepare(self, states: list[RaggedState], module_names: dict[nn.Module, str]) -> None:
+        for param in (param for state in states for param in state.params):
+            module, attribute = param.places[0]
+            if module in module_names:
+                param.name = ".".join(part for part in (module_names[module], attribute) if part)
+        owner = {param.sharded: (state, param.name) for state in states for param in state.params}
 
         def elsewhere(state: RaggedState) -> Any:
-            return lambda param: (owner[param].name or "root") if param in owner and owner[param] is not state else None
+            return lambda param: owner[param][1] if param in owner and owner[param][0] is not state else None
 
         for state in states:
             state.reread(elsewhere(state))
             for group in state.groups:
-                for param in group.params:
-                    param.name = names.get(param.registered, param.name)
                 _check_not_on_meta(group)
                 state.connect_extensions(group)
                 group.core.rename(state.name or "root", [param.name for param in group.params])
