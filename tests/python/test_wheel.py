@@ -66,7 +66,7 @@ def clean_env(**more):
 
 def run(*command, cwd, check=True, **env):
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=900
+        [str(part) for part in command], cwd=cwd, env=clean_env(**env), capture_output=True, text=True, timeout=1800
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
