@@ -122,4 +122,21 @@ if [[ -n ${VENV:-} ]]; then
 elif ! is_complete "$venv"; then
   make_environment "$venv"
 fi
+
+# --- what the Hugging Face tests load ------------------------------------------------------------------------------
+
+# Beside the environment, not in it: these packages ask for many more that the tests don't need. Without them the tests
+# skip, so a machine that can't fetch them still sets up.
+extras=$venv/huggingface
+if [[ -z ${VENV:-} ]] && ! cmp -s tools/requirements-hf.lock "$extras/.complete"; then
+  say "fetching the packages of the Hugging Face tests (some 120 MB)"
+  rm -rf -- "$extras" "$extras.tmp"
+  if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --quiet \
+    --only-binary :all: --target "$extras.tmp" --requirement tools/requirements-hf.lock; then
+    cp tools/requirements-hf.lock "$extras.tmp/.complete"
+    mv -T -- "$extras.tmp" "$extras"
+  else
+    say "pip could not install tools/requirements-hf.lock, see above; the tests that need it will skip"
+  fi
+fi
 say "ready, Python environment $venv"

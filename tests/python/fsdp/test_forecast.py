@@ -1,0 +1,94 @@
+"""What a step moves and holds equals what the plans alone said before it; summary and print show the units. Ours alone: FSDP2 plans nothing."""
+
+import pytest
+import torch
+from models import MLP, stack
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from harness import only_ours, processes, randn, seeded, shard, subject, threads
+
+pytestmark = only_ours("plans, forecasts and counters of our own")
+
+# What is counted in stats() and forecast alike; peaks are compared as they are, the rest as the difference over a step.
+COUNTED = ("gathered_bytes", "reduced_bytes", "all_gathers", "reduce_scatters", "cast_in", "cast_grad", "added")
+PEAKS = ("peak_image_bytes", "peak_reduce_bytes")
+
+
+def _step_as_forecast(micro_batches, policy, reshard):
+    ours = subject()
+    model = seeded(lambda: stack(3, 5))
+    shard(model, model, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(number):
+        for micro in range(micro_batches):
+            model.set_requires_gradient_sync(micro + 1 == micro_batches)
+            model(randn(3, 5, step=10 * number + micro)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1)
+    allocations = ours.stats(model)["pool_allocations"]
+    ours.reset_peaks(model)
+    before = ours.stats(model)
+    step(2)
+    after, told = ours.stats(model), ours.forecast(model, micro_batches=micro_batches)
+    for name in COUNTED:
+        assert after[name] - before[name] == told[name], name
+    for name in PEAKS:
+        assert after[name] == told[name], name
+    assert after["peak_image_bytes"] <= told["image_bytes_bound"]
+    assert after["copied"] == before["copied"]
+    for number in range(3, 6):
+        step(number)
+    assert ours.stats(model)["pool_allocations"] == allocations
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_step_is_as_forecast(micro_batches, reshard):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for world in (1, 2, 3):
+        threads(world, _step_as_forecast, micro_batches, policy, reshard)
+
+
+def test_step_is_as_forecast_over_gloo():
+    processes(2, _step_as_forecast, 2, MixedPrecisionPolicy(), None)
+
+
+def test_gradient_memory_comes_back_with_the_next_forward():
+    def body():
+        ours = subject()
+        model = shard(m := seeded(lambda: stack(2, 5)), m)
+        for step in range(4):
+            model(randn(2, 5, step=step)).square().sum().backward()
+            held = ours.stats(model)["gradient_bytes_in_use"]
+            assert held == 4 * sum(group.core.local_numel for state in model._get_fsdp_state().tree for group in state.groups)
+            model.zero_grad()
+            with torch.no_grad():
+                model(randn(2, 5))
+            assert ours.stats(model)["gradient_bytes_in_use"] == 0
+
+    threads(2, body)
+
+
+def test_summary_and_print_show_units_layouts_and_padding():
+    def body():
+        ours = subject()
+        model = seeded(lambda: stack(2, 5))
+        shard(model, model, shard_policy=ours.rows(4))
+        text, printed = ours.summary(model), repr(model)
+        for name in ("0", "1"):
+            (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+            core = model[int(name)]._get_fsdp_state().groups[0].core
+            assert f"{core.image_numel:,}" in line and f"{core.padding:,}" in line and "float32" in line
+            assert f"{core.image_numel:,} elements over 2 ranks, padding {core.padding:,}" in printed
+        assert "over 2 ranks" in text.splitlines()[-1]
+
+    threads(2, body)
+
+
+def test_numbers_of_a_module_that_is_not_sharded():
+    with pytest.raises(ValueError, match="Expected a module that fully_shard was applied to, but got MLP"):
+        subject().summary(MLP())
