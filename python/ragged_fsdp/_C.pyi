@@ -216,6 +216,7 @@ class Runtime:
         groups: MeshGroups,
         shares: Runtime | None = None,
         backward_prefetch: int = 1,
+        overlap_reductions: bool = True,
     ) -> None: ...
     def pre_forward(self, unit: int, tensors: Sequence[Tensor], /) -> list[Tensor] | None:
         """Gathers; the tensors that replace the inputs, None when none changes."""

@@ -94,7 +94,8 @@ class StepWalk {
     take_reduce(unit);
     if (!syncs) return;
     if (in_flight_ >= 0) release_reduce(in_flight_);
-    in_flight_ = unit;
+    in_flight_ = options_.overlap_reductions ? unit : -1;
+    if (!options_.overlap_reductions) release_reduce(unit);
     for (const GroupForecastInput& group : at(unit).groups) {
       const int trainable = group.plan->num_trainable_segments();
       if (group.plan->world_size == 1 || trainable == 0) continue;

@@ -36,6 +36,7 @@ struct StepOptions {
   int rank = 0;  // of the shard group
   int backward_prefetch = 1;
   int forward_prefetch = 0;
+  bool overlap_reductions = true;
   int micro_batches = 1;
   bool sync_each_micro_batch = false;  // false: reduce in the last one only
 };

@@ -51,6 +51,9 @@ struct FullyShardOptions {
 struct RuntimeOptions {
   int forward_prefetch = 0;   // units gathered ahead in forward, in the order of the last one
   int backward_prefetch = 1;  // units gathered ahead in backward
+  /// A unit's reduction runs while the next unit computes, which takes a second reduce buffer. false: backward waits
+  /// for each, as it may where transfers and computation share the cores.
+  bool overlap_reductions = true;
   /// Every rank uses the same parameters in each step: skips the exchange of used-flags.
   bool static_use = false;
 };

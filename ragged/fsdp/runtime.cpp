@@ -332,6 +332,7 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
       {.rank = groups_.shard.rank(),
        .backward_prefetch = options.backward_prefetch,
        .forward_prefetch = options.forward_prefetch,
+       .overlap_reductions = options.overlap_reductions,
        .micro_batches = micro_batches,
        .sync_each_micro_batch = sync_each});
 }

@@ -109,7 +109,11 @@ void Runtime::issue_reduction(int index) {
   for (const auto& group : unit(index).groups) {
     if (group->reduces()) group->issue_reduction();
   }
-  scattering_ = index;
+  if (options.overlap_reductions) {
+    scattering_ = index;
+  } else {
+    finish(index);
+  }
   if (std::find(reduced_.begin(), reduced_.end(), index) == reduced_.end()) reduced_.push_back(index);
 }
 

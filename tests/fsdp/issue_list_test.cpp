@@ -177,6 +177,12 @@ TEST(Forecast, counts_a_step_by_hand) {
   EXPECT_EQ(f.peak_image_bytes, 2 * (16 + 2 * 64));
   EXPECT_EQ(f.image_bytes_bound, f.peak_image_bytes);
   EXPECT_EQ(f.peak_reduce_bytes, 4 * (16 + 2 * 64));
+  const auto alone = fsdp::forecast_step(
+      inputs, fsdp::module_order_events(parents), {.backward_prefetch = 0, .overlap_reductions = false});
+  EXPECT_EQ(alone.peak_image_bytes, 2 * (16 + 64));
+  EXPECT_EQ(alone.peak_reduce_bytes, 4 * (16 + 64));
+  EXPECT_EQ(alone.gathered_bytes, f.gathered_bytes);
+  EXPECT_EQ(alone.reduced_bytes, f.reduced_bytes);
 }
 
 }  // namespace
