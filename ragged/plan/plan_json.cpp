@@ -7,17 +7,21 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "ragged/plan/json_reader.h"
+
 namespace ragged::plan {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using Node = detail::JsonNode;
+
+constexpr std::string_view kOperation = "plan_from_json";
 
 // A few bytes of text may name a huge group, whose owners would be allocated before anything could
 // be checked.
 constexpr Index kMaxWorldSize = Index{1} << 20;
 constexpr Index kMaxOwners = Index{1} << 24;
-// A plan has six levels. The library recurses over what it has read, so that a file of brackets
-// would use up the stack.
+// A plan has six levels.
 constexpr int kMaxDepth = 16;
 
 constexpr std::pair<SegmentKind, std::string_view> kKinds[] = {
@@ -33,69 +37,6 @@ std::string_view kind_name(SegmentKind kind) {
   RAGGED_ASSERT(false, "unknown kind of segment");
   return {};
 }
-
-// One JSON value and the path that leads to it, for the error texts.
-class Node {
- public:
-  Node(const Json& value, std::string path) : value_(value), path_(std::move(path)) {}
-
-  const std::string& path() const { return path_; }
-
-  /// The members of an object that must have exactly these many.
-  void expect_object(std::size_t num_members) const {
-    RAGGED_CHECK(
-        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_, value_.type_name());
-    RAGGED_CHECK(
-        value_.size() == num_members,
-        "[plan_from_json] Expected {} members at {}, but got {}. Was the plan written by another "
-        "version?",
-        num_members, path_, value_.size());
-  }
-
-  Node member(std::string_view name) const {
-    RAGGED_CHECK(
-        value_.is_object(), "[plan_from_json] Expected an object at {}, but got {}.", path_, value_.type_name());
-    const auto found = value_.find(std::string(name));
-    RAGGED_CHECK(found != value_.end(), "[plan_from_json] Expected a member '{}' at {}, but got none.", name, path_);
-    return {*found, fmt::format("{}.{}", path_, name)};
-  }
-
-  std::size_t array_size() const {
-    RAGGED_CHECK(value_.is_array(), "[plan_from_json] Expected an array at {}, but got {}.", path_, value_.type_name());
-    return value_.size();
-  }
-
-  Node element(std::size_t i) const { return {value_[i], fmt::format("{}[{}]", path_, i)}; }
-
-  Index integer(Index low = 0, Index high = std::numeric_limits<Index>::max()) const {
-    RAGGED_CHECK(
-        value_.is_number_integer(), "[plan_from_json] Expected an integer at {}, but got {}.", path_,
-        value_.type_name());
-    const bool is_too_large =
-        value_.is_number_unsigned() && value_.get<std::uint64_t>() > static_cast<std::uint64_t>(high);
-    const Index number = is_too_large ? high : value_.get<Index>();
-    RAGGED_CHECK(
-        !is_too_large && low <= number && number <= high,
-        "[plan_from_json] Expected an integer from {} to {} at {}, but got {}.", low, high, path_, value_.dump());
-    return number;
-  }
-
-  bool boolean() const {
-    RAGGED_CHECK(
-        value_.is_boolean(), "[plan_from_json] Expected true or false at {}, but got {}.", path_, value_.type_name());
-    return value_.get<bool>();
-  }
-
-  std::string string() const {
-    RAGGED_CHECK(
-        value_.is_string(), "[plan_from_json] Expected a string at {}, but got {}.", path_, value_.type_name());
-    return value_.get<std::string>();
-  }
-
- private:
-  const Json& value_;
-  std::string path_;
-};
 
 Json write(const ParamSpec& param, Index start) {
   return {{"name", param.name},       {"shape", param.shape},         {"block", param.block},
@@ -246,18 +187,8 @@ std::string to_json(const BucketPlan& plan) {
 }
 
 BucketPlan plan_from_json(std::string_view text) {
-  const auto check_depth = [](int depth, Json::parse_event_t, const Json&) {
-    RAGGED_CHECK(
-        depth <= kMaxDepth, "[plan_from_json] Expected at most {} levels of nesting, but got more.", kMaxDepth);
-    return true;
-  };
-  Json json;
-  try {
-    json = Json::parse(text.begin(), text.end(), check_depth);
-  } catch (const Json::exception& error) {
-    RAGGED_CHECK(false, "[plan_from_json] Expected JSON, but got an error: {}", error.what());
-  }
-  BucketPlan plan = read_plan(Node(json, "plan"));
+  const Json json = detail::parse_json(text, kMaxDepth, kOperation);
+  BucketPlan plan = read_plan(Node(json, "plan", kOperation));
   validate(plan);
   return plan;
 }

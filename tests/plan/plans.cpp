@@ -1,5 +1,7 @@
 #include "tests/plan/plans.h"
 
+#include <fstream>
+#include <iterator>
 #include <map>
 
 #include <gtest/gtest.h>
@@ -151,6 +153,12 @@ PlanOptions random_options(Seeded& random) {
       .world_size = static_cast<int>(random.pick(std::vector<Index>{1, 2, 3, 4, 7})),
       .collective_unit = unit,
       .start_alignment = random.one_in(2) ? unit : 1};
+}
+
+plan::Inventory bundled_model(const std::string& name) {
+  std::ifstream file(std::string(RAGGED_MODELS_DIR) + "/" + name + ".json");
+  RAGGED_CHECK(file.good(), "[test] Expected a bundled model, but got '{}'.", name);
+  return plan::inventory_from_json(std::string(std::istreambuf_iterator<char>(file), {}));
 }
 
 void expect_every_element_in_place(const BucketPlan& plan) {

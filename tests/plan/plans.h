@@ -2,7 +2,10 @@
 // yet, and random buckets. And the slow, obvious twin of validate(): every element on its own.
 #pragma once
 
+#include <string>
+
 #include "ragged/plan/bucket_plan.h"
+#include "ragged/plan/inventory.h"
 #include "ragged/plan/planner.h"
 #include "tests/support/seeded.h"
 
@@ -17,6 +20,9 @@ plan::BucketPlan hand_written_plan();
 /// restarts.
 std::vector<plan::ParamSpec> random_bucket(Seeded& random);
 plan::PlanOptions random_options(Seeded& random);
+
+/// models/<name>.json.
+plan::Inventory bundled_model(const std::string& name);
 
 /// Walks over all elements of image and shards: each element of a parameter on one rank, nothing
 /// inside a parameter but itself, no block on two ranks, starts aligned, equal shards, and the
