@@ -142,7 +142,8 @@ def shard(model: Llama, config: SimpleNamespace, mesh: DeviceMesh, dtype: torch.
 @torch.no_grad()
 def initialise(model: Llama, config: SimpleNamespace) -> None:
     """Norms start at 1, matrices normal, those that write to the residual stream sqrt(2 layers) smaller. Values depend
-    on the seed, the parameter's name and the element's index, not on who holds it; nobody ever holds the whole model."""
+    on the seed, the parameter's name and the element's index, not on who holds it; no rank ever holds the whole model.
+    """
     residual_std = config.model.init_std / math.sqrt(2.0 * config.model.layers)
     for name, param in model.named_parameters():
         writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -195,7 +196,7 @@ def load_text(config: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
             if left == 0:
                 break
     if not all(parts):
-        raise SystemExit(f"Expected text for training and for validation, but '{path}' has too little (key 'data.path').")
+        raise SystemExit(f"Expected text to train on and some to validate with, but '{path}' has too little.")
     return torch.frombuffer(parts[0], dtype=torch.uint8), torch.frombuffer(parts[1], dtype=torch.uint8)
 
 

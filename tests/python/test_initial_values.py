@@ -24,7 +24,8 @@ def twin(kind, a, b, seed, name, index):
     stream = 14695981039346656037
     for byte in name.encode():
         stream = ((stream ^ byte) * 1099511628211) & ((1 << 64) - 1)
-    words = philox([index & 0xFFFFFFFF, index >> 32, stream & 0xFFFFFFFF, stream >> 32], [seed & 0xFFFFFFFF, seed >> 32])
+    low = 0xFFFFFFFF
+    words = philox([index & low, index >> 32, stream & low, stream >> 32], [seed & low, seed >> 32])
     unit = [(word + 0.5) / 2.0**32 for word in words]
     if kind == "uniform":
         return a + (b - a) * unit[0]

@@ -142,7 +142,7 @@ def test_refuses_a_torch_that_it_was_not_built_with(installed, tmp_path):
     finally:
         pathlib.Path(record).write_text(f"{TORCH}\n")
     assert done.returncode == 1
-    assert f"ImportError: [import] Expected torch 2.13.0, which ragged_fsdp was built with, but got {TORCH}" in done.stderr
+    assert "ImportError: [import] Expected torch 2.13.0, which ragged_fsdp was built with, but got" in done.stderr
     assert "--no-build-isolation" in done.stderr
 
 
