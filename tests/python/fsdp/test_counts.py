@@ -101,7 +101,7 @@ def _measure_all():
     return {bf16: _measure(bf16) for bf16 in (False, True)}
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda n: f"{n} ranks")
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
 def measured(request):
     return processes(request.param, _measure_all)
 
