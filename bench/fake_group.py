@@ -1,7 +1,9 @@
-"""A process group that does nothing: any world size in one process, so that what remains of a step is the framework's own host time.
+"""A process group that does nothing: any world size in one process, so that what remains of a step is the
+framework's own host time.
 
-It computes no result and copies no byte (torch's own fake group copies once a rank, which at 1,024 ranks is most of a step), so losses and
-gradients over it are meaningless. Only what FSDP2 and RaggedFSDP call is there; anything else is torch's error for a missing method.
+It computes no result and copies no byte (torch's own fake group copies once a rank, which at 1,024 ranks is most of
+a step), so losses and gradients over it are meaningless. Only what FSDP2 and RaggedFSDP call is there; anything
+else is torch's error for a missing method.
 """
 
 import torch
@@ -38,7 +40,9 @@ class GroupThatDoesNothing(dist.ProcessGroup):
     allreduce = allreduce_coalesced = allgather = broadcast = barrier = _nothing
     # Both the names up to torch 2.14 and those since.
     _allgather_base = all_gather_single = all_gather_single_coalesced = allgather_into_tensor_coalesced = _nothing
-    _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
+    _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = (
+        _nothing
+    )
     reduce_scatter = alltoall = alltoall_base = all_to_all_single = _nothing
 
 
@@ -48,5 +52,7 @@ NAME = "does_nothing"
 def init(world_size):
     """Makes this process rank 0 of `world_size`."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, lambda store, rank, size, timeout: GroupThatDoesNothing(rank, size), devices=["cpu"])
+        dist.Backend.register_backend(
+            NAME, lambda store, rank, size, timeout: GroupThatDoesNothing(rank, size), devices=["cpu"]
+        )
     dist.init_process_group(NAME, rank=0, world_size=world_size, store=dist.HashStore())

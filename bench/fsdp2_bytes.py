@@ -1,12 +1,14 @@
-"""Bytes of one training step under FSDP2 and under RaggedFSDP, side by side: copied, moved, held. Counts, so any machine gives the same.
+"""Bytes of one training step under FSDP2 and under RaggedFSDP, side by side: copied, moved, held. Counts, so any
+machine gives the same.
 
     python bench/fsdp2_bytes.py [--ranks 2] [--dim 256] [--layers 6] [--fp32] [--json]
 
-A small transformer with a unit a block, forward and backward, bf16 compute and fp32 reduction unless --fp32. P is the model in fp32.
-"copied" are the bytes written by torch's copying ops beyond those of the plain model, less the copy that Gloo makes of a reduction's
-result; "unsharded" is the peak of gathered parameters and gather buffers; "allocated" the peak of torch's CPU allocator over the later
-steps, with parameters, gradients, buffers and activations of this rank, and "at rest" what is left of it between steps: RaggedFSDP keeps
-its pool of buffers there, FSDP2 returns its own to the allocator. It says nothing about time.
+A small transformer with a unit a block, forward and backward, bf16 compute and fp32 reduction unless --fp32. P is
+the model in fp32. "copied" are the bytes written by torch's copying ops beyond those of the plain model, less the
+copy that Gloo makes of a reduction's result; "unsharded" is the peak of gathered parameters and gather buffers;
+"allocated" the peak of torch's CPU allocator over the later steps, with parameters, gradients, buffers and
+activations of this rank, and "at rest" what is left of it between steps: RaggedFSDP keeps its pool of buffers
+there, FSDP2 returns its own to the allocator. It says nothing about time.
 """
 
 import argparse
@@ -37,7 +39,8 @@ WARM, STEPS = 2, 3
 
 
 class Allocated:
-    """Peak and last value of what torch's CPU allocator has handed out, all threads counted; on from before the model is built.
+    """Peak and last value of what torch's CPU allocator has handed out, all threads counted; on from before the
+    model is built.
 
     The allocator reports to the profiler only while a flag of c10 is set.
     """
@@ -124,7 +127,9 @@ def measure(o):
             with UnshardedBytes(model) as unsharded:
                 step(model, o, WARM)
             row["unsharded"] = unsharded.peak / total
-            row["gathers"], row["reductions"] = (seen.collectives[n] for n in ("_allgather_base_", "_reduce_scatter_base_"))
+            row["gathers"], row["reductions"] = (
+                seen.collectives[n] for n in ("_allgather_base_", "_reduce_scatter_base_")
+            )
         del model
         gc.collect()  # modules and hooks are cycles
         peak, rest = held(package, o)
@@ -136,7 +141,11 @@ def measure(o):
 def work(rank, o, port, out):
     warnings.filterwarnings("ignore")
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=o.ranks, timeout=datetime.timedelta(seconds=60)
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=o.ranks,
+        timeout=datetime.timedelta(seconds=60),
     )
     found = measure(o)
     if rank == 0:
@@ -172,8 +181,14 @@ def main():
         return
     print(f"{found['dtype']}, {o.ranks} ranks, P = {found['P'] / 2**20:.1f} MiB of fp32 parameters; the rest in P")
     print(f"{'':>16}  {'FSDP2':>7}  {'ragged':>7}  {'ratio':>6}")
-    labels = {"copied": "copied", "unsharded": "unsharded peak", "allocated": "allocated peak", "at rest": "at rest",
-              "gathers": "gathers", "reductions": "reductions"}  # fmt: skip
+    labels = {
+        "copied": "copied",
+        "unsharded": "unsharded peak",
+        "allocated": "allocated peak",
+        "at rest": "at rest",
+        "gathers": "gathers",
+        "reductions": "reductions",
+    }
     for key, label in labels.items():
         theirs, ours = found["FSDP2"][key], found["ragged"][key]
         digits = 0 if key in ("gathers", "reductions") else 2

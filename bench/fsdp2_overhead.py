@@ -2,11 +2,12 @@
 
     python bench/fsdp2_overhead.py [--units 64] [--dim 64] [--steps 30] [--worlds 1 8 1024 2]
 
-Many tiny units, forward and backward, no optimizer. What the plain model takes is subtracted. World 1 and the worlds over a group that
-does nothing (bench/fake_group.py) run in one process; at world 2 the collectives are real (Gloo, two processes) and the same raw calls, timed
-in the same run, are subtracted from both sides: there RaggedFSDP is told to issue FSDP2's own two ops. Steps of the two alternate, and
-the fastest of each counts. The time is CPU time of the driving thread, which a busy machine leaves alone; --wall takes the clock. It says
-nothing about overlap or about steps whose computation outlasts the host.
+Many tiny units, forward and backward, no optimizer. What the plain model takes is subtracted. World 1 and the
+worlds over a group that does nothing (bench/fake_group.py) run in one process; at world 2 the collectives are real
+(Gloo, two processes) and the same raw calls, timed in the same run, are subtracted from both sides: there
+RaggedFSDP is told to issue FSDP2's own two ops. Steps of the two alternate, and the fastest of each counts. The
+time is CPU time of the driving thread, which a busy machine leaves alone; --wall takes the clock. It says nothing
+about overlap or about steps whose computation outlasts the host.
 """
 
 import argparse
@@ -104,7 +105,13 @@ def measure(o, world):
         runs["raw"] = raw_collectives(o)
     best = fastest(runs, o)
     taken = best["plain"] + best.get("raw", 0.0)
-    row = {"world": world, "units": o.units, "dim": o.dim, "clock": "wall" if o.wall else "cpu", "torch": torch.__version__}
+    row = {
+        "world": world,
+        "units": o.units,
+        "dim": o.dim,
+        "clock": "wall" if o.wall else "cpu",
+        "torch": torch.__version__,
+    }
     for name in ("fsdp2", "ragged"):
         row[f"{name}_us"] = (best[name] - taken) * 1e6 / o.units
     row["ratio"] = row["ragged_us"] / row["fsdp2_us"]
@@ -157,7 +164,7 @@ def main():
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     if not o.json:
-        print(f"{'world':>6}  {'FSDP2':>8}  {'ragged':>8}  {'ratio':>6}   microseconds a unit and step, beyond the plain model")
+        print(f"{'world':>6}  {'FSDP2':>8}  {'ragged':>8}  {'ratio':>6}   us a unit and step, beyond the plain model")
     for world in o.worlds:
         row = run_world(world, o)
         if o.json:

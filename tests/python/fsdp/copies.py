@@ -1,4 +1,5 @@
-"""Counts what a step writes and holds: bytes through torch's copying ops, FSDP2's unsharded bytes. No test, nothing of ours.
+"""Counts what a step writes and holds: bytes through torch's copying ops, FSDP2's unsharded bytes. No test, nothing
+of ours.
 
 The same numbers are behind tests (test_counts.py) and the table of bench/fsdp2_bytes.py.
 """
@@ -12,7 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 # Ops that write a copy of their input; the size is that of what they write.
 INTO_FIRST = {"copy_", "_foreach_copy_", "index_copy_", "all_gather_copy_in", "split_with_sizes_copy"}
-INTO_RESULT = {"cat", "stack", "clone", "_to_copy", "constant_pad_nd", "_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype"}
+INTO_RESULT = {
+    "cat",
+    "stack",
+    "clone",
+    "_to_copy",
+    "constant_pad_nd",
+    "_chunk_cat",
+    "chunk_cat",
+    "chunk_cat_mixed_dtype",
+}
 COPY_IN_OUT = {"all_gather_copy_in", "split_with_sizes_copy", "_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype", "cat"}
 
 

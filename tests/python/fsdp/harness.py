@@ -62,7 +62,9 @@ def threads(world_size, fn, *args, timeout=120.0, **kwargs):
 
 
 def processes(world_size, fn, *args, timeout=120.0, **kwargs):
-    """fn(*args) on each rank of a real Gloo group, a process each; fn lives at module level and returns plain values."""
+    """fn(*args) on each rank of a real Gloo group, a process each; fn lives at module level and returns plain
+    values.
+    """
     return run_ranks(world_size, _without_rank, fn, args, kwargs, timeout=timeout)
 
 
@@ -168,7 +170,9 @@ def assert_same_model(sharded, reference, tolerance=2e-6, grads=True):
         assert name == other
         assert_close(full(p), q.detach(), tolerance, name)
         if grads:
-            assert (p.grad is None) == (q.grad is None), f"{name}: gradient {p.grad is not None}, expected {q.grad is not None}"
+            assert (p.grad is None) == (q.grad is None), (
+                f"{name}: gradient {p.grad is not None}, expected {q.grad is not None}"
+            )
             if p.grad is not None:
                 assert_close(full(p.grad), q.grad, tolerance, f"gradient of {name}")
 

@@ -1,4 +1,6 @@
-"""Small models of the tests of `fully_shard`: odd sizes, the structures that FSDP meets. No test, nothing distributed."""
+"""Small models of the tests of `fully_shard`: odd sizes, the structures that FSDP meets. No test, nothing
+distributed.
+"""
 
 import torch
 import torch.nn.functional as F

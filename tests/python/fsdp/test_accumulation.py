@@ -1,4 +1,6 @@
-"""Gradient accumulation: with and without synchronisation, whole model or parts of it, and the flags that pipelines set."""
+"""Gradient accumulation: with and without synchronisation, whole model or parts of it, and the flags that pipelines
+set.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ def build():
 
 
 def accumulate(grid, reshard, mode, flag, keep=False, offload=False, steps=3, micro=3):
-    """Micro-batches, the last of which synchronises, against summed gradients of the plain model; collectives by kind."""
+    """Micro-batches, the last of which synchronises, against summed gradients of the plain model; collectives by
+    kind.
+    """
     model, reference = seeded(build), seeded(build)
     options = {"mesh": grid, "reshard_after_forward": reshard} | STOCK_OPS
     if offload:
@@ -29,7 +33,9 @@ def accumulate(grid, reshard, mode, flag, keep=False, offload=False, steps=3, mi
         with Collectives() as mode_:
             for k in range(micro):
                 last = k == micro - 1
-                targets = {"all": [(model, True)], "root": [(model, False)], "some": [(m, True) for m in model[1:3]]}[mode]
+                targets = {"all": [(model, True)], "root": [(model, False)], "some": [(m, True) for m in model[1:3]]}[
+                    mode
+                ]
                 for module, recurse in targets:
                     getattr(module, flag)(last, recurse=recurse)
                     if keep:

@@ -5,7 +5,18 @@ import torch
 from models import stack
 from torch.distributed.tensor import DTensor
 
-from harness import assert_same_model, backward_of_all_ranks, full, mesh, only_ours, randn, seeded, shard, subject, threads
+from harness import (
+    assert_same_model,
+    backward_of_all_ranks,
+    full,
+    mesh,
+    only_ours,
+    randn,
+    seeded,
+    shard,
+    subject,
+    threads,
+)
 
 
 def clipped(norm_type, clip, grid=None):
@@ -23,7 +34,9 @@ def clipped(norm_type, clip, grid=None):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
         assert want > 0.5, "the test clips"
         assert_same_model(model, reference, 1e-5)
-        norm = torch.linalg.vector_norm(torch.stack([full(p.grad).norm(norm_type) for p in model.parameters()]), norm_type)
+        norm = torch.linalg.vector_norm(
+            torch.stack([full(p.grad).norm(norm_type) for p in model.parameters()]), norm_type
+        )
         assert norm <= 0.5 * (1 + 1e-5)
         for o in (mine, other):
             o.step()

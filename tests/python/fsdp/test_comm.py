@@ -1,4 +1,6 @@
-"""Which collectives run and when: counted through the dispatcher with FSDP2's own ops; manual gathering; divide factors."""
+"""Which collectives run and when: counted through the dispatcher with FSDP2's own ops; manual gathering; divide
+factors.
+"""
 
 import pytest
 import torch
@@ -8,8 +10,21 @@ from test_training import train
 from torch import nn
 
 from harness import (
-    STOCK_OPS, Collectives, assert_same_model, backward_of_all_ranks, full, is_sharded, mesh, only_ours, processes, randn, seeded, shard, subject,
-    threads, tokens,
+    STOCK_OPS,
+    Collectives,
+    assert_same_model,
+    backward_of_all_ranks,
+    full,
+    is_sharded,
+    mesh,
+    only_ours,
+    processes,
+    randn,
+    seeded,
+    shard,
+    subject,
+    threads,
+    tokens,
 )
 
 
@@ -207,7 +222,9 @@ def _divided(factor):
     for child in model:
         child.set_gradient_divide_factor(factor)
     model(randn(2, 8)).square().sum().backward()
-    backward_of_all_ranks(reference, lambda m, r: m(randn(2, 8, of_rank=r)).square().sum() * (dist.get_world_size() / factor))
+    backward_of_all_ranks(
+        reference, lambda m, r: m(randn(2, 8, of_rank=r)).square().sum() * (dist.get_world_size() / factor)
+    )
     assert_same_model(model, reference)
 
 

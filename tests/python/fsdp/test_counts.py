@@ -1,9 +1,10 @@
-"""One ZeRO-3 step beside FSDP2's: bytes written through copies, bytes held unsharded, collectives. Counts, never times.
+"""One ZeRO-3 step beside FSDP2's: bytes written through copies, bytes held unsharded, collectives. Counts, never
+times.
 
-FSDP2 casts or copies shards into a buffer, gathers, copies parameters out of it, and copies gradients into the order of the
-reduction. A layout in which parameters lie whole in the gathered buffer leaves two writes: a shard's cast into its place, a
-gradient's cast into its place. Copies that the model itself makes are subtracted, by running it unsharded in the same dtype; so
-is the copy that Gloo makes of a reduction's result, on both sides.
+FSDP2 casts or copies shards into a buffer, gathers, copies parameters out of it, and copies gradients into the
+order of the reduction. A layout in which parameters lie whole in the gathered buffer leaves two writes: a shard's
+cast into its place, a gradient's cast into its place. Copies that the model itself makes are subtracted, by running
+it unsharded in the same dtype; so is the copy that Gloo makes of a reduction's result, on both sides.
 """
 
 import pytest

@@ -44,7 +44,10 @@ class Doubled(torch.Tensor):
             outs.append(func(*pytree.tree_map_only(cls, pick, args), **pytree.tree_map_only(cls, pick, kwargs)))
         flat, spec = pytree.tree_flatten(outs[0])
         other = pytree.tree_leaves(outs[1])
-        joined = [cls(a, b) if isinstance(a, torch.Tensor) and not isinstance(a, cls) else a for a, b in zip(flat, other, strict=True)]
+        joined = [
+            cls(a, b) if isinstance(a, torch.Tensor) and not isinstance(a, cls) else a
+            for a, b in zip(flat, other, strict=True)
+        ]
         inplace = func._schema.name.endswith("_") and isinstance(args[0], cls)
         return args[0] if inplace else pytree.tree_unflatten(joined, spec)
 
@@ -178,7 +181,12 @@ class Rounded(torch.Tensor):
     @staticmethod
     def __new__(cls, data):
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype, device=data.device
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=data.device,
         )
 
     def __init__(self, data):

@@ -1,10 +1,23 @@
-"""Methods other than forward: registered ones gather and free like forward; unregistered ones meet sharded parameters."""
+"""Methods other than forward: registered ones gather and free like forward; unregistered ones meet sharded
+parameters.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from harness import OURS, assert_same_model, backward_of_all_ranks, is_sharded, processes, randn, seeded, shard, subject, threads
+from harness import (
+    OURS,
+    assert_same_model,
+    backward_of_all_ranks,
+    is_sharded,
+    processes,
+    randn,
+    seeded,
+    shard,
+    subject,
+    threads,
+)
 
 
 class Encoder(nn.Module):

@@ -27,7 +27,13 @@ def test_two_replicas_of_two_shards(dim, reshard, checkpointed):
                 checkpoint(m)
         shard(model, model, mesh=mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=reshard)
         # LayerNorm divides by a variance, which magnifies the rounding of differently ordered sums.
-        train(model, seeded(lambda: build(dim)), lambda m, s, r: m(randn(4, dim, step=s, of_rank=r)).square().mean(), steps=3, tolerance=1e-5)
+        train(
+            model,
+            seeded(lambda: build(dim)),
+            lambda m, s, r: m(randn(4, dim, step=s, of_rank=r)).square().mean(),
+            steps=3,
+            tolerance=1e-5,
+        )
 
     threads(4, body)
 

@@ -1,7 +1,9 @@
-"""Models and trainers of others: transformers' Llama, a pretrained MiniLM that comes as a package, Accelerate's own preparation.
+"""Models and trainers of others: transformers' Llama, a pretrained MiniLM that comes as a package, Accelerate's own
+preparation.
 
-Skipped where the packages aren't installed: tools/requirements-hf.lock pins a set that runs beside the pinned torch. Nothing is
-fetched: the Llama is random, the MiniLM lies in its package. Each test runs in processes of its own, since install() changes torch.
+Skipped where the packages aren't installed: tools/requirements-hf.lock pins a set that runs beside the pinned
+torch. Nothing is fetched: the Llama is random, the MiniLM lies in its package. Each test runs in processes of its
+own, since install() changes torch.
 """
 
 import importlib.util
@@ -21,7 +23,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 def needs(*packages):
     missing = [p for p in packages if importlib.util.find_spec(p) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing} (pip install -r tools/requirements-hf.lock)")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"not installed: {missing} (pip install -r tools/requirements-hf.lock)"
+    )
 
 
 needs_transformers = needs("transformers")
@@ -33,9 +37,16 @@ def llama(tied=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=tied, attention_dropout=0.0,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_dropout=0.0,
+    )
     return seeded(lambda: LlamaForCausalLM(config))
 
 
@@ -81,7 +92,9 @@ def _llama_trains(tied):
     ids = batch(0, 0)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=0, atol=1e-6)
-    for module in model.modules():  # an optimizer made now would hold the gathered parameters that a forward leaves behind
+    for (
+        module
+    ) in model.modules():  # an optimizer made now would hold the gathered parameters that a forward leaves behind
         if isinstance(module, subject().FSDPModule):
             module.reshard()
     losses = train_beside(model, reference, 4)
@@ -178,11 +191,17 @@ def test_pretrained_encoder_gives_the_same_vectors_and_trains():
 
 
 def stand_in_accelerator(plugin, mixed_precision="no"):
-    """What fsdp2_prepare_model reads of an Accelerator; the real one takes its multi-CPU mode where there is no accelerator."""
+    """What fsdp2_prepare_model reads of an Accelerator; the real one takes its multi-CPU mode where there is no
+    accelerator.
+    """
     return types.SimpleNamespace(
-        state=types.SimpleNamespace(fsdp_plugin=plugin), mixed_precision=mixed_precision, device=torch.device("cpu"),
-        is_main_process=rank() == 0, torch_device_mesh=None, parallelism_config=None,
-    )  # fmt: skip
+        state=types.SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision=mixed_precision,
+        device=torch.device("cpu"),
+        is_main_process=rank() == 0,
+        torch_device_mesh=None,
+        parallelism_config=None,
+    )
 
 
 def _accelerate(efficient_loading, bf16, tied):
@@ -193,9 +212,12 @@ def _accelerate(efficient_loading, bf16, tied):
     from torch.distributed.fsdp import FSDPModule
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        reshard_after_forward=True, cpu_ram_efficient_loading=efficient_loading,
-    )  # fmt: skip
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=efficient_loading,
+    )
     if bf16:
         plugin.set_mixed_precision("bf16")
     reference, model = llama(tied), llama(tied)

@@ -1,4 +1,6 @@
-"""Construction: devices, meshes, refusals, meta-device initialisation and what may happen to parameters before the first step."""
+"""Construction: devices, meshes, refusals, meta-device initialisation and what may happen to parameters before the
+first step.
+"""
 
 import subprocess
 import sys
@@ -255,7 +257,9 @@ if {ours}:
 
 def test_places_that_scripts_import_from():
     """The old ones too; for ours after install(), which is explicit and so needs a process of its own here."""
-    done = subprocess.run([sys.executable, "-c", OLD_PLACES.format(ours=OURS)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_PLACES.format(ours=OURS)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Mixed precision: in which dtype parameters, inputs, outputs and reductions are, and that training equals the same casts by hand."""
+"""Mixed precision: in which dtype parameters, inputs, outputs and reductions are, and that training equals the same
+casts by hand.
+"""
 
 import pytest
 import torch
@@ -110,7 +112,9 @@ def test_integers_are_not_cast():
 
 
 def by_hand(master, inputs, low, reduce):
-    """Loss of this rank and gradients of the same step without sharding: low copies, per-rank backward, mean in `reduce`."""
+    """Loss of this rank and gradients of the same step without sharding: low copies, per-rank backward, mean in
+    `reduce`.
+    """
     loss, grads = None, None
     for r, x in enumerate(inputs):
         copy = seeded(stack).to(low)

@@ -1,8 +1,9 @@
 """Ten steps beside FSDP2 itself, on the same process group: loss, gradients and parameters at each step.
 
-What is compared is a drop-in's promise, so FSDP2 is the reference and not an unsharded model. In fp32 two correct runs differ
-by the order of their sums only: 2e-6 of a tensor's norm, 1e-6 for the loss. A large learning rate of Adam would turn such
-rounding into steps of the full size wherever a gradient is almost zero, hence SGD with momentum, and Adam with a small rate.
+What is compared is a drop-in's promise, so FSDP2 is the reference and not an unsharded model. In fp32 two correct
+runs differ by the order of their sums only: 2e-6 of a tensor's norm, 1e-6 for the loss. A large learning rate of
+Adam would turn such rounding into steps of the full size wherever a gradient is almost zero, hence SGD with
+momentum, and Adam with a small rate.
 """
 
 import dataclasses
@@ -144,8 +145,16 @@ def test_parity(ranks, name):
 
 
 OVER_GLOO = (
-    "plain", "lists", "hybrid", "mixed-precision", "accumulate-unsynchronised", "hybrid-accumulate", "checkpointing", "frozen", "tied",
-)  # fmt: skip
+    "plain",
+    "lists",
+    "hybrid",
+    "mixed-precision",
+    "accumulate-unsynchronised",
+    "hybrid-accumulate",
+    "checkpointing",
+    "frozen",
+    "tied",
+)
 
 
 def _over_gloo():

@@ -1,4 +1,6 @@
-"""A thousand steps without a leak, several models and ranks in one process, checkpointing of both kinds, compiled blocks."""
+"""A thousand steps without a leak, several models and ranks in one process, checkpointing of both kinds, compiled
+blocks.
+"""
 
 import datetime
 import gc
@@ -124,7 +126,12 @@ def test_worlds_one_after_another_in_a_process(ranks):
     """Groups come and go; nothing of an earlier world shows in a later one."""
 
     def body():
-        train(shard(m := seeded(stack), m), seeded(stack), lambda m, s, r: m(randn(2, 8, step=s, of_rank=r)).square().mean(), steps=2)
+        train(
+            shard(m := seeded(stack), m),
+            seeded(stack),
+            lambda m, s, r: m(randn(2, 8, step=s, of_rank=r)).square().mean(),
+            steps=2,
+        )
 
     for n in (ranks, 1, ranks):
         threads(n, body)
@@ -135,7 +142,11 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant):
         super().__init__()
-        self.embed, self.blocks, self.reentrant = nn.Linear(12, 12), nn.ModuleList(Block(12, 3) for _ in range(3)), reentrant
+        self.embed, self.blocks, self.reentrant = (
+            nn.Linear(12, 12),
+            nn.ModuleList(Block(12, 3) for _ in range(3)),
+            reentrant,
+        )
 
     def forward(self, x):
         x = self.embed(x)
@@ -172,7 +183,9 @@ def test_checkpoint_function_inside_units(reentrant):
 
 
 @pytest.mark.parametrize("wrap_first", [True, False], ids=["wrapper-inside", "wrapper-outside"])
-@pytest.mark.parametrize("impl", [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "impl", [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT], ids=["reentrant", "non-reentrant"]
+)
 def test_checkpoint_wrapper_inside_and_outside(impl, wrap_first):
     def body():
         model, reference = seeded(TinyLM), seeded(TinyLM)

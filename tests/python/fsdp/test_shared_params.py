@@ -1,4 +1,6 @@
-"""Tied weights: one parameter under two names trains as one, however the units are cut; ties across units are an error."""
+"""Tied weights: one parameter under two names trains as one, however the units are cut; ties across units are an
+error.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def test_embedding_and_head_in_one_list():
 
 
 def test_tie_across_units_is_refused():
-    """FSDP2 used to lose the tie silently (pytorch #176076); both say so now, at the second call or the first forward."""
+    """FSDP2 used to lose the tie silently (pytorch #176076); both say so now, at the second call or the first
+    forward.
+    """
 
     def body():
         model = seeded(lambda: TinyLM(tied=True))

@@ -100,7 +100,17 @@ def test_every_public_method_of_the_installed_fsdp_module_is_ours():
     mine = vars(subject().FSDPModule) if subject().FSDPModule is not TorchFSDPModule else None
     if mine is None:  # re-exported for isinstance; the class that modules get is what counts
         mine = {}
-        threads(1, lambda: mine.update({k: v for c in type(shard(MLP())).__mro__ if c.__module__.startswith("ragged_fsdp") for k, v in vars(c).items()}))
+        threads(
+            1,
+            lambda: mine.update(
+                {
+                    k: v
+                    for c in type(shard(MLP())).__mro__
+                    if c.__module__.startswith("ragged_fsdp")
+                    for k, v in vars(c).items()
+                }
+            ),
+        )
     names = [n for n, f in vars(TorchFSDPModule).items() if inspect.isfunction(f) and not n.startswith("__")]
     assert names, "torch's class has no methods: look again at how it is made"
     assert not [n for n in names if n not in mine]

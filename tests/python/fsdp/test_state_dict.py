@@ -1,4 +1,6 @@
-"""State dicts: what they hold and alias, full ones out and in, tensor-parallel models, saving on one world and loading on another."""
+"""State dicts: what they hold and alias, full ones out and in, tensor-parallel models, saving on one world and
+loading on another.
+"""
 
 import copy
 import shutil
@@ -11,7 +13,11 @@ import torch.distributed.checkpoint as dcp
 from models import MLP, TinyLM, stack
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -165,7 +171,9 @@ def test_optimizer_state_through_full_dicts():
 
 
 def tensor_parallel(model, grid):
-    plan = {f"{i}.{name}": kind() for i in range(3) for name, kind in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    plan = {
+        f"{i}.{name}": kind() for i in range(3) for name, kind in (("up", ColwiseParallel), ("down", RowwiseParallel))
+    }
     parallelize_module(model, grid["tp"], plan)
     dp = grid["replicate", "shard"] if grid.ndim == 3 else grid["dp"]
     return shard(model, model, mesh=dp)
@@ -220,7 +228,10 @@ def test_checkpoint_on_one_world_loads_on_another(save_ranks, load_ranks):
 def test_state_dict_holds_each_element_once():
     def body():
         model = shard(m := seeded(lambda: stack(2, 5)), m)
-        storages = {t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage() for t in model.state_dict().values()}
+        storages = {
+            t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage()
+            for t in model.state_dict().values()
+        }
         mine = torch.tensor([sum(s.nbytes() for s in storages.values())])
         dist.all_reduce(mine)
         need = sum(p.numel() * 4 for p in model.parameters())

@@ -9,7 +9,17 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.tensor import DTensor
 
 from harness import (
-    assert_same_model, backward_of_all_ranks, full, is_sharded, only_ours, processes, randn, seeded, shard, subject, threads,
+    assert_same_model,
+    backward_of_all_ranks,
+    full,
+    is_sharded,
+    only_ours,
+    processes,
+    randn,
+    seeded,
+    shard,
+    subject,
+    threads,
     tokens,
 )
 
@@ -51,7 +61,11 @@ def test_several_groups(ranks, reshard):
     def body():
         model = seeded(lambda: TinyLM(layers=3))
         shard(model, model.blocks, reshard_after_forward=reshard)
-        train(model, seeded(lambda: TinyLM(layers=3)), lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r)))
+        train(
+            model,
+            seeded(lambda: TinyLM(layers=3)),
+            lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r)),
+        )
 
     threads(ranks, body)
 
@@ -80,7 +94,9 @@ def test_adam(foreach):
 def _real_processes(reshard):
     model = seeded(lambda: TinyLM(layers=3))
     shard(model, model.blocks, reshard_after_forward=reshard)
-    train(model, seeded(lambda: TinyLM(layers=3)), lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r)))
+    train(
+        model, seeded(lambda: TinyLM(layers=3)), lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r))
+    )
 
 
 @pytest.mark.parametrize("ranks,reshard", [(2, True), (3, False), (4, 2)])
@@ -105,7 +121,9 @@ def test_forward_inputs_arrive_nested():
 
 @pytest.mark.parametrize("reshard", [None, False, True])
 def test_parameters_after_forward(reshard):
-    """Which parameters module.parameters() shows after a forward, by the resharding asked for; reshard() is always possible."""
+    """Which parameters module.parameters() shows after a forward, by the resharding asked for; reshard() is always
+    possible.
+    """
 
     def body():
         model, reference = seeded(lambda: nn.Sequential(MLP(3), MLP(3))), seeded(lambda: nn.Sequential(MLP(3), MLP(3)))
@@ -150,7 +168,12 @@ def test_to_another_dtype_after_sharding():
         model.to(torch.float64)
         for p in model.parameters():
             assert p.dtype == p.to_local().dtype == torch.float64
-        train(model, reference, lambda m, s, r: m(randn(2, 4, step=s, of_rank=r, dtype=torch.float64)).sum(), tolerance=1e-14)
+        train(
+            model,
+            reference,
+            lambda m, s, r: m(randn(2, 4, step=s, of_rank=r, dtype=torch.float64)).sum(),
+            tolerance=1e-14,
+        )
         model(randn(2, 4, dtype=torch.float64)).sum().backward()
         assert all(p.grad.dtype == p.grad.to_local().dtype == torch.float64 for p in model.parameters())
 
@@ -215,7 +238,12 @@ def test_explicit_prefetch(depth):
                 block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
             if i:
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
-        train(model, seeded(lambda: TinyLM(layers=5)), lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r)), steps=4)
+        train(
+            model,
+            seeded(lambda: TinyLM(layers=5)),
+            lambda m, s, r: next_token_loss(m, tokens(29, 2, 7, step=s, of_rank=r)),
+            steps=4,
+        )
 
     threads(2, body)
 

@@ -1,9 +1,11 @@
-"""What users of FSDP2 have reported, each as a small reproduction: it works here, or an error says plainly that it doesn't.
+"""What users of FSDP2 have reported, each as a small reproduction: it works here, or an error says plainly that it
+doesn't.
 
-The number in a test's docstring is the public issue. Not repeated here: generate() and other methods (test_forward_methods.py,
-transformers #42436), extension with an int for reshard_after_forward (test_extensions.py, #154836), saving on three ranks and
-loading on two or four (test_state_dict.py, torchtitan #811), copies on the critical path (test_counts.py, #157027), data
-parallelism without shards (test_hsdp.py, #152710). What needs a GPU to show isn't here; costs in time are in bench/.
+The number in a test's docstring is the public issue. Not repeated here: generate() and other methods
+(test_forward_methods.py, transformers #42436), extension with an int for reshard_after_forward (test_extensions.py,
+#154836), saving on three ranks and loading on two or four (test_state_dict.py, torchtitan #811), copies on the
+critical path (test_counts.py, #157027), data parallelism without shards (test_hsdp.py, #152710). What needs a GPU
+to show isn't here; costs in time are in bench/.
 """
 
 import copy
@@ -21,12 +23,25 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness import (
-    assert_close, assert_same_model, backward_of_all_ranks, full, is_sharded, mesh, only_ours, processes, randn, rank, seeded, shard,
-    subject, threads, tokens, world,
+    assert_close,
+    assert_same_model,
+    backward_of_all_ranks,
+    full,
+    is_sharded,
+    mesh,
+    only_ours,
+    processes,
+    randn,
+    rank,
+    seeded,
+    shard,
+    subject,
+    threads,
+    tokens,
+    world,
 )
 
 pytestmark = only_ours("these are the reports about FSDP2")
-
 
 
 # --- uneven shards, padding, empty ranks --------------------------------------------------------------------------
@@ -117,7 +132,9 @@ def test_tiny_parameter_alone_on_one_rank(numel):
 
 
 def test_weights_tied_again_after_sharding():
-    """#176076: embedding and head in units of their own, tied afterwards: with five rows on two ranks the last was never updated."""
+    """#176076: embedding and head in units of their own, tied afterwards: with five rows on two ranks the last was
+    never updated.
+    """
 
     def body():
         model = seeded(lambda: TinyLM(vocab=5))
@@ -163,7 +180,9 @@ def test_parameters_of_two_dtypes_in_one_unit():
         model(randn(4, 8)).square().mean().backward()
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert p.dtype == p.grad.dtype == q.dtype
-            assert_close(full(p.grad).float(), q.grad.float() / world(), 2e-2 if q.dtype == torch.bfloat16 else 2e-6, name)
+            assert_close(
+                full(p.grad).float(), q.grad.float() / world(), 2e-2 if q.dtype == torch.bfloat16 else 2e-6, name
+            )
 
     threads(2, body)
 
@@ -193,7 +212,9 @@ def test_parameter_first_used_in_the_last_micro_batch():
             for step, use_b in ((0, False), (1, True)):
                 reference.zero_grad()
                 reference(randn(2, 8, step=step, of_rank=r).bfloat16(), use_b).sum().backward()
-                mine = [torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in reference.parameters()]
+                mine = [
+                    torch.zeros_like(p).float() if p.grad is None else p.grad.float() for p in reference.parameters()
+                ]
                 sums = mine if sums is None else [a + b for a, b in zip(sums, mine, strict=True)]
         for (name, p), g in zip(model.named_parameters(), sums, strict=True):
             assert_close(full(p.grad), g / world(), 2e-6, name)
@@ -202,7 +223,9 @@ def test_parameter_first_used_in_the_last_micro_batch():
 
 
 def test_fp32_gradients_of_a_bf16_model():
-    """#106395: reduced in fp32, the gradient of a bf16 parameter loses its digits when stored; asked for fp32, it keeps them or says no."""
+    """#106395: reduced in fp32, the gradient of a bf16 parameter loses its digits when stored; asked for fp32, it
+    keeps them or says no.
+    """
 
     def body():
         model = seeded(lambda: nn.Linear(8, 8, bias=False)).bfloat16()
@@ -502,7 +525,13 @@ def test_list_unit_of_which_a_module_is_called_again():
     def body():
         model = seeded(Model)
         shard(model, (model.body, [model.norm, model.head]))
-        train(model, seeded(Model), lambda m, s, r: m(randn(2, 8, step=s, of_rank=r)).square().mean(), steps=3, tolerance=1e-5)
+        train(
+            model,
+            seeded(Model),
+            lambda m, s, r: m(randn(2, 8, step=s, of_rank=r)).square().mean(),
+            steps=3,
+            tolerance=1e-5,
+        )
 
     threads(2, body)
 
@@ -585,7 +614,9 @@ def test_clipping_returns_the_norm_of_all_ranks():
 
 
 def test_register_hook_on_a_sharded_parameter_fires():
-    """torchrec #4268: autograd never touches the sharded parameter; its hook is called all the same, once, with the gradient."""
+    """torchrec #4268: autograd never touches the sharded parameter; its hook is called all the same, once, with the
+    gradient.
+    """
 
     def body():
         model = shard(m := seeded(stack), m)
@@ -700,14 +731,21 @@ def test_no_border_cuts_a_quantisation_block(policy, block):
 
     def body():
         api = subject()
-        chosen = {"rows": lambda: api.rows(8), "tile": lambda: api.tile(8, 8), "elements": lambda: api.elements(64)}[policy]()
+        chosen = {"rows": lambda: api.rows(8), "tile": lambda: api.tile(8, 8), "elements": lambda: api.elements(64)}[
+            policy
+        ]()
         model = shard(seeded(lambda: nn.Linear(16, 20)), shard_policy=lambda name, p: chosen if p.ndim == 2 else None)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
         dist.all_gather(sizes, torch.tensor([model.weight.to_local().numel()]))
         borders = torch.cumsum(torch.cat(sizes), 0).tolist()
         assert borders[-1] == 320
         assert all(b % block == 0 or b == 320 for b in borders), borders
-        train(model, seeded(lambda: nn.Linear(16, 20)), lambda m, s, r: m(randn(2, 16, step=s, of_rank=r)).square().mean(), steps=2)
+        train(
+            model,
+            seeded(lambda: nn.Linear(16, 20)),
+            lambda m, s, r: m(randn(2, 16, step=s, of_rank=r)).square().mean(),
+            steps=2,
+        )
 
     threads(3, body)
 
