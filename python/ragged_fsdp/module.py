@@ -120,10 +120,13 @@ class FSDPModule(_TorchFSDPModule):
         state.push_settings()
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Waits for reductions that earlier backwards left in flight and publishes gradients. Collective. Returns a handle if `async_op`."""
+        """Ends what backwards left open under set_manual_backward_finalization: reduces gradients that were kept unsynchronised, publishes
+        all of them, and reshards, by the settings of now. Collective. Nothing before the first forward. Returns a handle if `async_op`."""
         state = self._get_fsdp_state()
+        if state._is_root is None:  # nothing has run
+            return GradientReductionHandle(lambda: None) if async_op else None
         if not state._is_root:
-            raise RuntimeError("finalize_backward must be called on the root FSDP module after its forward")
+            raise RuntimeError("finalize_backward must be called on the root FSDP module")
         if async_op:
             return GradientReductionHandle(state.runtime.finish_backward)
         state.runtime.finish_backward()

@@ -32,7 +32,8 @@ Runtime::Runtime(
       units_(std::move(units)),
       subtree_trains_(units_.size(), 0),
       groups_(std::move(groups)),
-      pending_reductions_(units_.size(), 0) {
+      pending_reductions_(units_.size(), 0),
+      unreduced_(units_.size(), 0) {
   if (shares) {
     pool_ = shares->pool_;
     gather_stream_ = shares->gather_stream_;

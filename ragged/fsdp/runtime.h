@@ -73,7 +73,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void unshard(int unit);
   void wait_for_unshard(int unit);
   void reshard(int unit);
-  /// What the sweep left undone where is_last_backward was false.
+  /// What backwards left undone: reduces gradients that were kept unsynchronised (where units synchronise by now),
+  /// publishes all, and reshards. Collective; the same on all ranks, which ran the same units.
   void finish_backward();
   /// Waits for what is in flight and drops everything half done.
   void reset();
@@ -136,6 +137,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::weak_ptr<void> backward_alive_;  // held by the sweep's callback
   std::vector<Record> active_;
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
+  std::vector<char> unreduced_;          // by unit: a backward kept its gradients in the reduce buffer
   std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue
   int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;

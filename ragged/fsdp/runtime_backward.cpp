@@ -88,6 +88,7 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
         break;
       case IssueKind::kReduce:
         --pending_reductions_[static_cast<std::size_t>(issue.unit)];
+        unreduced_[static_cast<std::size_t>(issue.unit)] = true;
         if (u.groups.front()->requires_gradient_sync) issue_reduction(issue.unit);
         break;
     }
@@ -96,6 +97,7 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
 
 // At most one scatter and one all-reduce are in flight: their buffers are the ones the plan counts.
 void Runtime::issue_reduction(int index) {
+  unreduced_[static_cast<std::size_t>(index)] = false;
   const auto finish = [&](int unit_index) {
     for (const auto& group : unit(unit_index).groups) group->finish_reduction();
   };
@@ -132,7 +134,13 @@ void Runtime::sweep() {
 
 void Runtime::finish_backward() {
   const at::NoGradGuard no_grad;
+  for (int u = static_cast<int>(units_.size()); u-- > 0;) {
+    if (unreduced_[static_cast<std::size_t>(u)] && unit(u).groups.front()->requires_gradient_sync) issue_reduction(u);
+  }
   publish_gradients();
+  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
+    if (!unit(u).groups.empty() && unit(u).groups.front()->reshard_after_backward) reshard(u);
+  }
 }
 
 void Runtime::publish_gradients() {
@@ -190,6 +198,7 @@ void Runtime::reset() {
     for (const auto& group : unit.groups) group->abandon();
   }
   std::fill(pending_reductions_.begin(), pending_reductions_.end(), 0);
+  std::fill(unreduced_.begin(), unreduced_.end(), 0);
   active_.clear();
   reduced_.clear();
   scattering_ = -1;
