@@ -437,6 +437,9 @@ def main() -> None:
     dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         train(config, args.stock)
+        # Gloo's threads still let go of the last collective's tensors after it is done; were Python gone by then, the
+        # process would abort. A barrier has none.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
