@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include "plan_command.h"
 #include "ragged/base/error.h"
 #include "train_command.h"
 
@@ -22,6 +23,28 @@ int fail(const std::string& message, int code) {
   const std::string text = fmt::format("ragged: error: {}\n", line);
   std::fwrite(text.data(), 1, text.size(), stderr);
   return code;
+}
+
+// What the commands that plan have in common.
+void add_layout_options(CLI::App& command, ragged::cli::LayoutArguments& layout) {
+  command
+      .add_option("MODEL", layout.model, "a bundled model, an inventory, a .safetensors file, its index, or their folder")
+      ->required();
+  command.add_option("--ranks", layout.ranks, "ranks that train together")->required();
+  command.add_option("--rows", layout.rows, "rows of a matrix that stay on one rank")->capture_default_str();
+  command.add_flag("--flat-rows", layout.flat_rows, "let blocks run over the rows of a stack of experts");
+  command.add_option("--ragged-blocks", layout.ragged_blocks, "most blocks a bucket that may travel without padding");
+  command.add_option("--layers-per-bucket", layout.layers_per_bucket, "layers that are gathered together")
+      ->capture_default_str();
+  command.add_flag("--json", layout.json, "for programs");
+  command.add_option("--svg", layout.svg, "draw into this file");
+}
+
+void add_plan(CLI::App& app, ragged::cli::PlanArguments& arguments) {
+  CLI::App* plan = app.add_subcommand("plan", "Show how a model would be laid out: shards, padding, bytes per rank.");
+  add_layout_options(*plan, arguments.layout);
+  plan->add_flag("--compare", arguments.compare, "beside FSDP1, FSDP2, DeepSpeed ZeRO-3 and Megatron-FSDP");
+  plan->callback([&] { ragged::cli::run_plan(arguments); });
 }
 
 }  // namespace
@@ -41,6 +64,9 @@ int main(int argc, char** argv) {
     arguments.overrides = train->remaining();
     ragged::cli::run_train(arguments);
   });
+
+  ragged::cli::PlanArguments plan;
+  add_plan(app, plan);
 
   try {
     app.parse(argc, argv);

@@ -1,0 +1,260 @@
+#include "ragged/sim/model_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <map>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "ragged/plan/planner.h"
+#include "ragged/sim/peers.h"
+#include "ragged/sim/text.h"
+
+namespace ragged::sim {
+namespace {
+
+using plan::BucketPlan;
+using plan::InventoryTensor;
+using plan::InventoryUnit;
+using plan::ParamSpec;
+using plan::Segment;
+using plan::SegmentKind;
+
+std::size_t at(int i) {
+  return static_cast<std::size_t>(i);
+}
+
+plan::PlanOptions plan_options(const LayoutRequest& request) {
+  plan::PlanOptions options;
+  options.world_size = request.ranks;
+  options.collective_unit = request.collective_unit;
+  options.start_alignment = request.collective_unit;
+  return options;
+}
+
+Index cut_in_ragged(const BucketPlan& plan, const Segment& segment, int param) {
+  const ParamSpec& spec = plan.params[at(param)];
+  const Index run = spec.restart > 0 ? spec.restart : spec.numel();
+  std::set<Index> cut;
+  for (const layout::Interval& owner : segment.owners) {
+    const Index position = owner.begin - plan.starts[at(param)];
+    if (owner.empty() || position <= 0 || position >= spec.numel()) continue;
+    if (position % run % spec.block != 0)
+      cut.insert(position / run * ceil_div(run, spec.block) + position % run / spec.block);
+  }
+  return static_cast<Index>(cut.size());
+}
+
+Index count_cut_blocks(const BucketPlan& plan) {
+  Index cut = 0;
+  for (const Segment& segment : plan.segments) {
+    for (const int param : segment.params) {
+      const ParamSpec& spec = plan.params[at(param)];
+      const Index start = plan.starts[at(param)] - segment.image_offset;
+      cut += segment.kind == SegmentKind::kUniform
+          ? sim::blocks_cut(start, spec.numel(), spec.block, spec.restart, segment.shard_size)
+          : cut_in_ragged(plan, segment, param);
+    }
+  }
+  return cut;
+}
+
+// Units of a kind are alike but for a remainder when layers are merged.
+std::string kind_key(const InventoryUnit& unit) {
+  return fmt::format("{}|{}", unit.kind, unit.tensors.size());
+}
+
+int layers_in(const InventoryUnit& unit) {
+  return 1 + static_cast<int>(std::ranges::count(unit.name, '+'));
+}
+
+// The largest count at most `rows`, made by halving where that works, that divides `all`.
+Index dividing_rows(Index rows, Index all) {
+  Index fewer = rows;
+  while (fewer % 2 == 0 && all % fewer != 0) fewer /= 2;
+  return all % fewer == 0 ? fewer : std::gcd(rows, all);
+}
+
+void remark_on_blocks(const UnitKind& kind, ModelPlan& model) {
+  const LayoutRequest& request = model.request;
+  const Index share = ceil_div(kind.numel, request.ranks);
+  Index largest = 0;
+  std::size_t largest_at = 0;
+  std::set<Index> told;
+  for (std::size_t i = 0; i < kind.tensors.size(); ++i) {
+    const ParamSpec& spec = kind.plan.params[i];
+    const std::size_t dims = spec.shape.size();
+    if (spec.block > largest && dims > 1) {
+      largest = spec.block;
+      largest_at = i;
+    }
+    if (spec.restart == 0 || spec.restart % spec.block == 0 || dims < 2) continue;
+    const Index rows = spec.shape[dims - 2];
+    if (!told.insert(rows).second) continue;
+    model.remarks.push_back(fmt::format(
+        "{}: {} rows don't divide the {} rows of an expert of '{}'. Use --rows {}, or --flat-rows where a block may "
+        "reach into the next expert.",
+        kind.name, request.policy.rows, grouped(rows), kind.tensors[i].name, dividing_rows(request.policy.rows, rows)));
+  }
+  if (largest <= share) return;
+  const InventoryTensor& tensor = kind.tensors[largest_at];
+  const Index columns = std::max<Index>(1, tensor.shape.back());
+  std::string remedy = fmt::format("Shard over at most {} ranks", grouped(std::max<Index>(1, kind.numel / largest)));
+  if (share / columns >= 1)
+    remedy += fmt::format(", use --rows {}", std::bit_floor(static_cast<std::uint64_t>(share / columns)));
+  if (kind.is_layer) {
+    remedy += fmt::format(
+        ", or put more layers in a bucket (--layers-per-bucket {})", kind.layers * ceil_div(largest, share));
+  }
+  model.remarks.push_back(fmt::format(
+      "{}: a block of '{}' has {} elements, more than a fair share of {} on {} ranks. {}.", kind.name, tensor.name,
+      grouped(largest), grouped(share), request.ranks, remedy));
+}
+
+}  // namespace
+
+int UnitKind::collectives() const {
+  return static_cast<int>(std::ranges::count_if(plan.segments, [](const Segment& s) { return s.numel > 0; }));
+}
+
+Index ModelPlan::largest_load() const {
+  return load.empty() ? 0 : *std::ranges::max_element(load);
+}
+
+double ModelPlan::padding_fraction() const {
+  return static_cast<double>(padding) / static_cast<double>(numel);
+}
+
+double ModelPlan::lower_bound_fraction() const {
+  return static_cast<double>(lower_bound - numel) / static_cast<double>(numel);
+}
+
+double ModelPlan::largest_over_mean() const {
+  return static_cast<double>(largest_load()) * request.ranks / static_cast<double>(numel);
+}
+
+ModelPlan plan_model(const Model& source, const LayoutRequest& request) {
+  RAGGED_CHECK(request.ranks >= 1, "[plan] Expected at least 1 rank, but got {} (--ranks).", request.ranks);
+  constexpr int kMostRanks = 1 << 20;
+  RAGGED_CHECK(
+      request.ranks <= kMostRanks, "[plan] Expected at most {} ranks, but got {} (--ranks).", kMostRanks,
+      request.ranks);
+  RAGGED_CHECK(
+      request.policy.rows >= 1, "[plan] Expected at least 1 row a block, but got {} (--rows).", request.policy.rows);
+  RAGGED_CHECK(
+      request.layers_per_bucket >= 1, "[plan] Expected at least 1 layer a bucket, but got {} (--layers-per-bucket).",
+      request.layers_per_bucket);
+  ModelPlan model;
+  model.model = source.inventory.name;
+  model.request = request;
+  model.facts = source.facts;
+  model.remarks = source.remarks;
+  model.numel = source.inventory.numel();
+  RAGGED_CHECK(model.numel > 0, "[plan] Expected a model with parameters, but got none ('{}').", model.model);
+  const plan::Inventory inventory = plan::merge_layers(source.inventory, request.layers_per_bucket);
+
+  std::map<std::string, int> known;
+  for (const InventoryUnit& unit : inventory.units) {
+    const auto [found, is_new] = known.try_emplace(kind_key(unit), static_cast<int>(model.kinds.size()));
+    model.unit_kinds.push_back(found->second);
+    model.unit_names.push_back(unit.name);
+    if (!is_new) {
+      ++model.kinds[at(found->second)].count;
+      continue;
+    }
+    UnitKind kind{.name = unit.kind, .is_layer = unit.is_layer, .layers = layers_in(unit), .tensors = unit.tensors};
+    if (kind.layers > 1) kind.name += fmt::format(" ({} layers each)", kind.layers);
+    kind.numel = unit.numel();
+    model.kinds.push_back(std::move(kind));
+  }
+  std::vector<std::vector<ParamSpec>> specs;
+  for (const UnitKind& kind : model.kinds) {
+    specs.push_back(plan::param_specs({.name = kind.name, .tensors = kind.tensors}, request.policy));
+  }
+  const auto start = std::chrono::steady_clock::now();
+  for (std::size_t k = 0; k < specs.size(); ++k) {
+    model.kinds[k].plan = plan::plan_bucket(specs[k], plan_options(request));
+  }
+  model.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+
+  model.load.assign(at(request.ranks), 0);
+  for (UnitKind& kind : model.kinds) {
+    kind.blocks_cut = count_cut_blocks(kind.plan);
+    model.padding += kind.count * kind.plan.padding();
+    model.lower_bound += kind.count * kind.plan.lower_bound;
+    model.blocks_cut += kind.count * kind.blocks_cut;
+    model.collectives += kind.count * kind.collectives();
+    for (const Segment& segment : kind.plan.segments) {
+      for (std::size_t rank = 0; rank < segment.owners.size(); ++rank) {
+        model.load[rank] += kind.count * segment.owners[rank].size();
+      }
+    }
+    remark_on_blocks(kind, model);
+  }
+  return model;
+}
+
+std::string_view name(Optimizer optimizer) {
+  switch (optimizer) {
+    case Optimizer::kAdamW:
+      return "adamw";
+    case Optimizer::kAdamWBf16:
+      return "adamw-bf16";
+    case Optimizer::kAdamW8bit:
+      return "adamw8bit";
+    case Optimizer::kMuon:
+      return "muon";
+    case Optimizer::kSgd:
+      return "sgd";
+  }
+  return "?";
+}
+
+Optimizer parse_optimizer(std::string_view text) {
+  std::vector<std::string> names;
+  for (const Optimizer optimizer : kAllOptimizers) {
+    if (name(optimizer) == text) return optimizer;
+    names.emplace_back(name(optimizer));
+  }
+  RAGGED_CHECK(
+      false, "[optimizer] Expected one of adamw, adamw-bf16, adamw8bit, muon and sgd, but got '{}'.{}", text,
+      nearest(text, names).empty() ? "" : fmt::format(" Did you mean '{}'?", nearest(text, names)));
+  return Optimizer::kAdamW;
+}
+
+bool is_muon_matrix(const InventoryTensor& tensor) {
+  return tensor.shape.size() >= 2 && tensor.kind != "embedding" && tensor.role != "head" && tensor.role != "embed" &&
+      tensor.role != "expert_bias";
+}
+
+double state_bytes(Optimizer optimizer, bool is_matrix) {
+  switch (optimizer) {
+    case Optimizer::kAdamW:
+      return 8;  // two moments in fp32
+    case Optimizer::kAdamWBf16:
+      return 4;
+    case Optimizer::kAdamW8bit:
+      return 2 + 8.0 / 1024;  // two codes, and two fp32 scales a tile of 32 x 32
+    case Optimizer::kMuon:
+      return is_matrix ? 4 : 8;  // momentum; AdamW for the rest
+    case Optimizer::kSgd:
+      return 0;
+  }
+  return 0;
+}
+
+double optimizer_bytes(const ModelPlan& plan, Optimizer optimizer) {
+  double bytes = 0;
+  for (const UnitKind& kind : plan.kinds) {
+    for (const InventoryTensor& tensor : kind.tensors) {
+      bytes += kind.count * state_bytes(optimizer, is_muon_matrix(tensor)) * static_cast<double>(tensor.numel());
+    }
+  }
+  return bytes / plan.request.ranks * plan.largest_over_mean();
+}
+
+}  // namespace ragged::sim

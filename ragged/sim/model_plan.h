@@ -1,0 +1,74 @@
+// A whole model planned: one bucket plan a kind of unit, and what they sum to.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ragged/plan/bucket_plan.h"
+#include "ragged/sim/model_source.h"
+
+namespace ragged::sim {
+
+struct LayoutRequest {
+  int ranks = 1;  // that share one copy of the model
+  plan::RowPolicy policy{};
+  int layers_per_bucket = 1;
+  Index ragged_blocks = -1;  // most blocks of a bucket that may travel ragged; -1: the planner's default
+  Index collective_unit = 8;
+};
+
+/// Units that are alike, and the plan of one of them.
+struct UnitKind {
+  std::string name{};
+  int count = 1;
+  bool is_layer = false;
+  int layers = 1;  // in one bucket
+  std::vector<plan::InventoryTensor> tensors{};
+  plan::BucketPlan plan{};
+  Index numel = 0;
+  Index blocks_cut = 0;  // counted, not presumed
+
+  /// Collectives of one gather: one a segment that has elements.
+  int collectives() const;
+};
+
+struct ModelPlan {
+  std::string model{};
+  LayoutRequest request{};
+  ModelFacts facts{};
+  std::vector<UnitKind> kinds{};
+  std::vector<int> unit_kinds{};  // by unit, in the model's order: its index in `kinds`
+  std::vector<std::string> unit_names{};
+  Index numel = 0;
+  Index padding = 0;      // of one image of everything
+  Index lower_bound = 0;  // of the image of everything with equal shards, in elements
+  Index blocks_cut = 0;
+  int collectives = 0;        // of one gather of everything
+  double seconds = 0;         // that planning took
+  std::vector<Index> load{};  // rank -> elements of its shards, padding included
+  std::vector<std::string> remarks{};
+
+  Index largest_load() const;
+  double padding_fraction() const;
+  double lower_bound_fraction() const;
+  /// Largest rank over the mean of what belongs to parameters.
+  double largest_over_mean() const;
+};
+
+/// Throws InvalidArgument for fewer than one rank, row or layer, or no parameters.
+ModelPlan plan_model(const Model& model, const LayoutRequest& request);
+
+/// Bytes an element of optimizer states; `matrix` is a tensor that Muon takes.
+enum class Optimizer { kAdamW, kAdamWBf16, kAdamW8bit, kMuon, kSgd };
+inline constexpr Optimizer kAllOptimizers[] = {
+    Optimizer::kAdamW, Optimizer::kAdamWBf16, Optimizer::kAdamW8bit, Optimizer::kMuon, Optimizer::kSgd};
+std::string_view name(Optimizer optimizer);
+Optimizer parse_optimizer(std::string_view text);
+double state_bytes(Optimizer optimizer, bool is_matrix);
+bool is_muon_matrix(const plan::InventoryTensor& tensor);
+
+/// Of the fullest rank.
+double optimizer_bytes(const ModelPlan& plan, Optimizer optimizer);
+
+}  // namespace ragged::sim
