@@ -68,8 +68,12 @@ ParamGroupSpec plan_group(
         c10::toString(params[0].dtype), params[0].name, c10::toString(params[i].dtype), params[i].name);
     specs.push_back(param_spec(params[i], blocks[i], unit));
   }
-  spec.plan = std::make_shared<plan::BucketPlan>(
-      plan::plan_bucket(specs, {.world_size = groups.shard.size(), .collective_unit = unit, .start_alignment = unit}));
+  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(
+      specs,
+      {.world_size = groups.shard.size(),
+       .collective_unit = unit,
+       .start_alignment = unit,
+       .strategy = plan::PlanStrategy::kSingle}));
   return spec;
 }
 

@@ -5,10 +5,14 @@
 #include <algorithm>
 #include <map>
 
+#include "ragged/plan/partition_search.h"
+#include "ragged/plan/ragged_tail.h"
 #include "ragged/plan/uniform_search.h"
 
 namespace ragged::plan {
 namespace {
+
+constexpr Index kMaxCost = Index{1} << 40;  // keeps sums far from overflow
 
 std::size_t at(int i) {
   return static_cast<std::size_t>(i);
@@ -51,6 +55,19 @@ void check(const PlanOptions& options) {
       options.start_alignment >= 1 && options.collective_unit % options.start_alignment == 0,
       "[plan] Expected a start alignment that divides the collective unit {}, but got {}.", options.collective_unit,
       options.start_alignment);
+  RAGGED_CHECK(
+      options.max_uniform_segments >= 1, "[plan] Expected at least 1 uniform segment, but got {}.",
+      options.max_uniform_segments);
+  RAGGED_CHECK(
+      options.max_ragged_blocks >= 0, "[plan] Expected a limit of at least 0 ragged blocks, but got {}.",
+      options.max_ragged_blocks);
+  RAGGED_CHECK(
+      options.first_owner >= 0 && options.first_owner < options.world_size,
+      "[plan] Expected a first owner in [0, {}), but got {}.", options.world_size, options.first_owner);
+  for (const Index cost : {options.cost.uniform_segment, options.cost.ragged_segment, options.cost.ragged_block}) {
+    RAGGED_CHECK(
+        cost >= 0 && cost <= kMaxCost, "[plan] Expected costs of 0 to {} elements, but got {}.", kMaxCost, cost);
+  }
 }
 
 // Blocks that restart where they don't divide the run: borders at a fixed distance hit block
@@ -62,32 +79,268 @@ Extent search_extent(const ParamSpec& param) {
   return {numel, std::min(param.restart, numel)};
 }
 
-void add_segment(BucketPlan& plan, bool trainable) {
-  Segment segment{.image_offset = plan.image_numel(), .trainable = trainable};
-  std::vector<Extent> extents;
-  detail::PieceCounts pieces;  // for the bound: the true blocks, not whole runs
-  for (int i = 0; at(i) < plan.params.size(); ++i) {
-    const ParamSpec& param = plan.params[at(i)];
-    if (param.trainable != trainable) continue;
-    segment.params.push_back(i);
-    extents.push_back(search_extent(param));
-    detail::add_pieces(pieces, extents.back().numel, param.block, param.restart);
-  }
-  if (segment.params.empty()) return;
+// The layout of one side of a bucket, trainable or frozen, before anyone owns anything: what
+// buckets of equal shapes share.
+struct Draft {
+  struct Uniform {
+    std::vector<int> params;  // by position
+    UniformLayout layout;
+  };
+  std::vector<Uniform> uniform;
+  std::vector<int> ragged;  // ascending, empty parameters last
+  Index bound = 0;          // packing bound of the image
+  // For the report.
+  Index uniform_only = 0;
+  Index ragged_bound = 0;
+  bool is_exact = true;
+};
 
-  const UniformLayout found = plan_uniform(extents, plan.world_size, plan.collective_unit, plan.start_alignment);
-  for (std::size_t i = 0; i < segment.params.size(); ++i) {
-    plan.starts[at(segment.params[i])] = segment.image_offset + found.starts[i];
+class Drafter {
+ public:
+  Drafter(std::span<const ParamSpec> params, const PlanOptions& options) : params_(params), options_(options) {}
+
+  Draft draft(bool trainable, Index max_ragged_blocks, bool with_uniform_only) const {
+    Draft draft;
+    std::vector<int> all;
+    detail::PieceCounts pieces;  // for the bound: the true blocks, not whole runs
+    for (int i = 0; at(i) < params_.size(); ++i) {
+      const ParamSpec& param = params_[at(i)];
+      if (param.trainable != trainable) continue;
+      all.push_back(i);
+      detail::add_pieces(pieces, param.numel(), param.block, param.restart);
+    }
+    if (all.empty()) return draft;
+    draft.bound = options_.world_size * detail::bound_for_pieces(pieces, options_.world_size, options_.collective_unit);
+    draft.ragged_bound = draft.bound;
+    Draft::Uniform single = lay_out(all);
+    draft.uniform_only = options_.world_size * single.layout.shard_size;
+    // Nothing saves more than all padding, and another segment costs.
+    const bool may_gain = draft.uniform_only - numel_of(all) > 0;
+    if (options_.strategy == PlanStrategy::kAuto && may_gain) {
+      partition(draft, all, max_ragged_blocks, with_uniform_only, std::move(single));
+    } else {
+      draft.uniform.push_back(std::move(single));
+    }
+    return draft;
   }
-  segment.shard_size = found.shard_size;
-  segment.numel = plan.world_size * found.shard_size;
+
+ private:
+  Index numel_of(const std::vector<int>& params) const {
+    Index sum = 0;
+    for (int i : params) sum += params_[at(i)].numel();
+    return sum;
+  }
+
+  Draft::Uniform lay_out(std::vector<int> params) const {
+    std::vector<Extent> extents;
+    extents.reserve(params.size());
+    for (int i : params) extents.push_back(search_extent(params_[at(i)]));
+    const auto search = options_.strategy == PlanStrategy::kPaper ? plan_uniform_paper : plan_uniform;
+    UniformLayout layout = search(extents, options_.world_size, options_.collective_unit, options_.start_alignment);
+    return {std::move(params), std::move(layout)};
+  }
+
+  // In the order that was found, unless module order does as well.
+  Draft::Uniform lay_out_best(std::vector<int> params) const {
+    std::vector<int> sorted = params;
+    std::sort(sorted.begin(), sorted.end());
+    Draft::Uniform by_module = lay_out(std::move(sorted));
+    if (options_.order == PlanOrder::kModule || by_module.params == params) return by_module;
+    Draft::Uniform found = lay_out(std::move(params));
+    return found.layout.shard_size < by_module.layout.shard_size ? std::move(found) : std::move(by_module);
+  }
+
+  std::vector<Draft::Uniform> lay_out_segments(detail::Partition& partition, const std::vector<int>& ids) const {
+    std::vector<Draft::Uniform> segments;
+    for (std::vector<int>& segment : partition.segments) {
+      for (int& i : segment) i = ids[at(i)];
+      segments.push_back(lay_out_best(std::move(segment)));
+    }
+    // Segments with long shards first; equal ones in module order.
+    std::stable_sort(segments.begin(), segments.end(), [](const Draft::Uniform& a, const Draft::Uniform& b) {
+      return a.layout.shard_size > b.layout.shard_size;
+    });
+    return segments;
+  }
+
+  Index image_of(const std::vector<Draft::Uniform>& segments) const {
+    Index sum = 0;
+    for (const Draft::Uniform& segment : segments) sum += options_.world_size * segment.layout.shard_size;
+    return sum;
+  }
+
+  Index tail_blocks(const std::vector<int>& ragged) const {
+    Index sum = 0;
+    for (int i : ragged) sum += detail::num_blocks(params_[at(i)]);
+    return sum;
+  }
+
+  Index cost_of(const std::vector<Draft::Uniform>& segments, const std::vector<int>& ragged) const {
+    const PlanCost& cost = options_.cost;
+    const auto count = static_cast<Index>(segments.size());
+    const Index tail =
+        ragged.empty() ? 0 : numel_of(ragged) + cost.ragged_segment + cost.ragged_block * tail_blocks(ragged);
+    return image_of(segments) + count * cost.uniform_segment + tail;
+  }
+
+  void partition(
+      Draft& draft, const std::vector<int>& all, Index max_ragged_blocks, bool with_uniform_only,
+      Draft::Uniform single) const {
+    std::vector<int> ids;  // of those with elements
+    std::vector<int> empty;
+    std::vector<detail::SearchTensor> tensors;
+    for (int i : all) {
+      const ParamSpec& param = params_[at(i)];
+      if (param.numel() == 0) {
+        empty.push_back(i);
+        continue;
+      }
+      ids.push_back(i);
+      tensors.push_back({search_extent(param), param.block, param.restart, detail::num_blocks(param)});
+    }
+    detail::PartitionSearch search(tensors, options_);
+    const auto consider = [&](detail::Partition found) {
+      draft.is_exact = found.is_exact;
+      std::vector<Draft::Uniform> segments = lay_out_segments(found, ids);
+      for (int& i : found.ragged) i = ids[at(i)];
+      // The one segment in module order is exact where the search may have been thinned out.
+      if (cost_of({single}, {}) <= cost_of(segments, found.ragged)) {
+        draft.uniform = {single};
+        draft.ragged.clear();
+        return;
+      }
+      if (!segments.empty()) {
+        segments[0].params.insert(segments[0].params.end(), empty.begin(), empty.end());
+        segments[0] = empty.empty() ? std::move(segments[0]) : lay_out(std::move(segments[0].params));
+      } else {
+        found.ragged.insert(found.ragged.end(), empty.begin(), empty.end());
+      }
+      draft.uniform = std::move(segments);
+      draft.ragged = std::move(found.ragged);
+    };
+    if (with_uniform_only) {
+      consider(search.best(0));
+      draft.uniform_only = image_of(draft.uniform);
+    }
+    if (max_ragged_blocks == 0 && with_uniform_only) return;
+    const bool was_exact = draft.is_exact;
+    consider(search.best(max_ragged_blocks));
+    draft.is_exact = draft.is_exact && was_exact;
+    draft.ragged_bound = std::min(draft.bound, search.bound(max_ragged_blocks));
+  }
+
+  std::span<const ParamSpec> params_;
+  const PlanOptions& options_;
+};
+
+// A bucket's two sides, and what the report says of them.
+struct BucketDraft {
+  std::vector<Draft> sides;  // trainable, frozen
+  PlanReport report;
+};
+
+BucketDraft draft_bucket(std::span<const ParamSpec> params, const PlanOptions& options, bool with_uniform_only) {
+  BucketDraft bucket;
+  const Drafter drafter(params, options);
+  Index blocks_left = options.max_ragged_blocks;
+  PlanReport& report = bucket.report;
+  for (const bool trainable : {true, false}) {
+    Draft draft = drafter.draft(trainable, blocks_left, with_uniform_only);
+    for (int i : draft.ragged) {
+      report.ragged_numel += params[at(i)].numel();
+      report.ragged_blocks += detail::num_blocks(params[at(i)]);
+    }
+    blocks_left = options.max_ragged_blocks - report.ragged_blocks;
+    report.uniform_only += draft.uniform_only;
+    report.uniform_bound += draft.bound;
+    report.bound += draft.ragged_bound;
+    report.num_ragged_segments += draft.ragged.empty() ? 0 : 1;
+    for (const Draft::Uniform& uniform : draft.uniform) {
+      report.num_uniform_segments += uniform.layout.shard_size > 0 ? 1 : 0;
+    }
+    report.is_exact = report.is_exact && draft.is_exact;
+    bucket.sides.push_back(std::move(draft));
+  }
+  for (const ParamSpec& param : params) report.numel += param.numel();
+  return bucket;
+}
+
+void add_uniform(BucketPlan& plan, const Draft::Uniform& uniform, bool trainable) {
+  const Index shard_size = uniform.layout.shard_size;
+  Segment segment{
+      .image_offset = plan.image_numel(),
+      .numel = plan.world_size * shard_size,
+      .shard_size = shard_size,
+      .trainable = trainable,
+      .params = uniform.params};
+  for (std::size_t i = 0; i < uniform.params.size(); ++i) {
+    plan.starts[at(uniform.params[i])] = segment.image_offset + uniform.layout.starts[i];
+  }
   segment.owners.reserve(at(plan.world_size));
   for (Index rank = 0; rank < plan.world_size; ++rank) {
-    const Index begin = segment.image_offset + rank * found.shard_size;
-    segment.owners.push_back({begin, begin + found.shard_size});
+    const Index begin = segment.image_offset + rank * shard_size;
+    segment.owners.push_back({begin, begin + shard_size});
   }
-  plan.lower_bound += plan.world_size * detail::bound_for_pieces(pieces, plan.world_size, plan.collective_unit);
   plan.segments.push_back(std::move(segment));
+}
+
+// Elements that each rank owns in ragged tails.
+using Loads = std::vector<Index>;
+
+void add_ragged(BucketPlan& plan, const std::vector<int>& params, bool trainable, int first_owner, Loads& loads) {
+  Segment segment{
+      .kind = SegmentKind::kRagged, .image_offset = plan.image_numel(), .trainable = trainable, .params = params};
+  std::vector<detail::TailTensor> tensors;
+  Index cursor = segment.image_offset;
+  for (int i : params) {
+    const ParamSpec& param = plan.params[at(i)];
+    cursor = round_up(cursor, plan.start_alignment);
+    plan.starts[at(i)] = cursor;
+    if (param.numel() > 0) tensors.push_back({&param, cursor});
+    cursor += param.numel();
+  }
+  segment.numel = round_up(cursor, plan.collective_unit) - segment.image_offset;
+  segment.owners = detail::tail_owners(tensors, plan.world_size, first_owner, loads);
+  for (int rank = 0; rank < plan.world_size; ++rank) loads[at(rank)] += segment.owners[at(rank)].size();
+  plan.segments.push_back(std::move(segment));
+}
+
+BucketPlan build(
+    const BucketDraft& draft, std::span<const ParamSpec> params, const PlanOptions& options, int first_owner,
+    Loads& loads) {
+  BucketPlan plan{
+      .world_size = options.world_size,
+      .collective_unit = options.collective_unit,
+      .start_alignment = options.start_alignment,
+      .params = {params.begin(), params.end()},
+      .starts = std::vector<Index>(params.size(), 0),
+      .lower_bound = draft.report.uniform_bound};
+  bool trainable = true;
+  for (const Draft& side : draft.sides) {
+    for (const Draft::Uniform& uniform : side.uniform) add_uniform(plan, uniform, trainable);
+    if (!side.ragged.empty()) add_ragged(plan, side.ragged, trainable, first_owner, loads);
+    trainable = false;
+  }
+  return plan;
+}
+
+std::vector<ParamSpec> checked_params(std::span<const ParamSpec> params, const PlanOptions& options) {
+  // A quarter of what the search can count, so that it names the parameter and the segments' sum
+  // fits.
+  const Index limit = std::numeric_limits<Index>::max() / 16 / options.world_size;
+  Index numel = 0;
+  std::vector<ParamSpec> result(params.begin(), params.end());
+  for (ParamSpec& param : result) {
+    check(param);
+    RAGGED_CHECK(
+        param.numel() <= limit - numel,
+        "[plan] Expected a bucket of at most {} elements for {} ranks, but got more (param '{}'). "
+        "Make it smaller.",
+        limit, options.world_size, param.name);
+    numel += param.numel();
+    if (options.flat_rows) param.restart = 0;
+  }
+  return result;
 }
 
 // All that a plan depends on but the names.
@@ -103,29 +356,16 @@ std::vector<Index> shape_key(std::span<const ParamSpec> params) {
 
 }  // namespace
 
-BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options) {
+BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options, PlanReport* report) {
   check(options);
-  // A quarter of what the search can count, so that it names the parameter and the segments' sum
-  // fits.
-  const Index limit = std::numeric_limits<Index>::max() / 16 / options.world_size;
-  Index numel = 0;
-  for (const ParamSpec& param : params) {
-    check(param);
-    RAGGED_CHECK(
-        param.numel() <= limit - numel,
-        "[plan] Expected a bucket of at most {} elements for {} ranks, but got more (param '{}'). "
-        "Make it smaller.",
-        limit, options.world_size, param.name);
-    numel += param.numel();
+  const std::vector<ParamSpec> checked = checked_params(params, options);
+  const BucketDraft draft = draft_bucket(checked, options, report != nullptr);
+  Loads loads(at(options.world_size), 0);
+  BucketPlan plan = build(draft, checked, options, options.first_owner, loads);
+  if (report != nullptr) {
+    *report = draft.report;
+    report->image = plan.image_numel();
   }
-  BucketPlan plan{
-      .world_size = options.world_size,
-      .collective_unit = options.collective_unit,
-      .start_alignment = options.start_alignment,
-      .params = {params.begin(), params.end()},
-      .starts = std::vector<Index>(params.size(), 0)};
-  add_segment(plan, true);
-  add_segment(plan, false);
   return plan;
 }
 
@@ -138,7 +378,9 @@ BucketPlan plan_each_evenly(std::span<const ParamSpec> params, int world_size) {
   for (const bool trainable : {true, false}) {  // trainable segments come first
     for (std::size_t i = 0; i < params.size(); ++i) {
       if (params[i].trainable != trainable) continue;
-      BucketPlan one = plan_bucket(params.subspan(i, 1), {world_size, 1, 1});
+      BucketPlan one = plan_bucket(
+          params.subspan(i, 1),
+          {.world_size = world_size, .collective_unit = 1, .start_alignment = 1, .strategy = PlanStrategy::kSingle});
       plan.lower_bound += one.lower_bound;
       plan.starts[i] = one.starts[0] + offset;
       for (Segment& segment : one.segments) {
@@ -153,19 +395,24 @@ BucketPlan plan_each_evenly(std::span<const ParamSpec> params, int world_size) {
   return plan;
 }
 
-std::vector<BucketPlan> plan_buckets(std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options) {
+std::vector<BucketPlan> plan_buckets(
+    std::span<const std::vector<ParamSpec>> buckets, const PlanOptions& options, std::vector<PlanReport>* reports) {
   check(options);
   std::vector<BucketPlan> plans;
   plans.reserve(buckets.size());
-  std::map<std::vector<Index>, std::size_t> planned;  // shapes -> index of the plan to copy
+  std::map<std::vector<Index>, BucketDraft> drafts;  // by shapes
+  Index first_owner = options.first_owner;
+  Loads loads(at(options.world_size), 0);
   for (const std::vector<ParamSpec>& bucket : buckets) {
-    const auto [found, is_new] = planned.try_emplace(shape_key(bucket), plans.size());
-    if (is_new) {
-      plans.push_back(plan_bucket(bucket, options));
-    } else {
-      BucketPlan plan = plans[found->second];
-      plan.params = bucket;
-      plans.push_back(std::move(plan));
+    const std::vector<ParamSpec> checked = checked_params(bucket, options);
+    const auto [found, is_new] = drafts.try_emplace(shape_key(checked));
+    BucketDraft& draft = found->second;
+    if (is_new) draft = draft_bucket(checked, options, reports != nullptr);
+    plans.push_back(build(draft, checked, options, static_cast<int>(first_owner), loads));
+    first_owner = (first_owner + draft.report.ragged_blocks) % options.world_size;
+    if (reports != nullptr) {
+      reports->push_back(draft.report);
+      reports->back().image = plans.back().image_numel();
     }
   }
   return plans;

@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 #include <numeric>
-#include <set>
 
 namespace ragged::plan {
 namespace detail {
@@ -42,6 +41,28 @@ Index earliest_start(Index cursor, const Extent& tensor, const Grid& grid, bool 
     cursor = border;
   }
   return kNowhere;
+}
+
+// Far beyond what distinct blocks of a real bucket give (tens); keeps odd policies from running
+// away.
+constexpr std::size_t kMaxUnits = 1 << 14;
+
+// The least common multiples of `base` with every subset of `blocks`, as far as they have a
+// multiple from `smallest` up to below `best`. One without has none among its multiples either, so
+// the sets stay small.
+std::vector<Index> lcms_of_subsets(Index base, const std::vector<Index>& blocks, Index smallest, Index best) {
+  std::vector<Index> units{base};
+  for (Index block : blocks) {
+    const std::size_t count = units.size();
+    for (std::size_t i = 0; i < count; ++i) {
+      const Index next = capped_lcm(units[i], block, best);
+      if (next < best && (best - 1) / next * next >= smallest) units.push_back(next);
+    }
+    std::sort(units.begin(), units.end());
+    units.erase(std::unique(units.begin(), units.end()), units.end());
+    if (units.size() > kMaxUnits) break;
+  }
+  return units;
 }
 
 }  // namespace
@@ -126,6 +147,32 @@ Index UniformSearch::improve(Index best, Index unit) const {
   return high * unit;
 }
 
+// A tensor that contains a whole shard has two borders inside, so its block divides S: the best S is
+// a multiple of the LCM of some set of blocks, and improve() finds the least multiple for a given
+// set.
+Index shard_size_below(
+    const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit, Index cutoff) {
+  Index best = cutoff;
+  Index base = collective_unit;
+  std::vector<Index> optional;
+  for (const Extent& tensor : tensors) {
+    if (tensor.numel > 2 * best) {
+      // Contains a whole shard wherever it lies, at any better S.
+      base = capped_lcm(base, tensor.block, best);
+      if (base >= best) return best;
+    } else if (tensor.numel > search.smallest()) {
+      optional.push_back(tensor.block);  // the others are too short to contain one
+    }
+  }
+  std::sort(optional.begin(), optional.end());
+  optional.erase(std::unique(optional.begin(), optional.end()), optional.end());
+  for (Index unit : lcms_of_subsets(base, optional, search.smallest(), best)) {
+    if (best == search.smallest()) break;
+    best = search.improve(best, unit);
+  }
+  return best;
+}
+
 void add_pieces(PieceCounts& pieces, Index numel, Index block, Index restart) {
   const auto add_run = [&](Index length, Index num_runs) {
     if (length >= block) pieces[block] += length / block * num_runs;
@@ -165,10 +212,6 @@ namespace {
 
 using detail::UniformSearch;
 
-// Far beyond what distinct blocks of a real bucket give (tens); keeps odd policies from running
-// away.
-constexpr std::size_t kMaxUnits = 1 << 14;
-
 Index lcm_of_prefixes(const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
   std::vector<Extent> by_size(tensors.begin(), tensors.end());
   std::stable_sort(by_size.begin(), by_size.end(), [](const Extent& a, const Extent& b) { return a.numel > b.numel; });
@@ -183,44 +226,9 @@ Index lcm_of_prefixes(const UniformSearch& search, std::span<const Extent> tenso
   return best;
 }
 
-// The least common multiples of `base` with every subset of `blocks`, as far as they have a
-// multiple from `smallest` up to below `best`. One without has none among its multiples either, so
-// the sets stay small.
-std::set<Index> lcms_of_subsets(Index base, const std::set<Index>& blocks, Index smallest, Index best) {
-  std::set<Index> units{base};
-  for (Index block : blocks) {
-    std::vector<Index> grown;
-    for (Index unit : units) {
-      const Index next = capped_lcm(unit, block, best);
-      if (next < best && (best - 1) / next * next >= smallest) grown.push_back(next);
-    }
-    units.insert(grown.begin(), grown.end());
-    if (units.size() > kMaxUnits) break;
-  }
-  return units;
-}
-
-// Exact for the order. A tensor that contains a whole shard has two borders inside, so its block
-// divides S: the best S is a multiple of the LCM of some set of blocks, and improve() finds the
-// least multiple for a given set.
+// Exact for the order.
 Index exact_shard_size(const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit) {
-  Index best = lcm_of_prefixes(search, tensors, collective_unit);
-  Index base = collective_unit;
-  std::set<Index> optional;
-  for (const Extent& tensor : tensors) {
-    if (tensor.numel > 2 * best) {
-      // Contains a whole shard wherever it lies, at any better S.
-      base = capped_lcm(base, tensor.block, best);
-      if (base >= best) return best;
-    } else if (tensor.numel > search.smallest()) {
-      optional.insert(tensor.block);  // the others are too short to contain one
-    }
-  }
-  for (Index unit : lcms_of_subsets(base, optional, search.smallest(), best)) {
-    if (best == search.smallest()) break;
-    best = search.improve(best, unit);
-  }
-  return best;
+  return detail::shard_size_below(search, tensors, collective_unit, lcm_of_prefixes(search, tensors, collective_unit));
 }
 
 UniformLayout layout_at(const UniformSearch& search, std::span<const Extent> tensors, Index shard_size) {

@@ -41,6 +41,11 @@ class UniformSearch {
   Index largest_ = 0;
 };
 
+/// Exact smallest shard size for the order of the search's tensors, if it is below `cutoff`, else
+/// `cutoff`. Past a limit on the number of common multiples (see plan_uniform) the rest is skipped.
+Index shard_size_below(
+    const UniformSearch& search, std::span<const Extent> tensors, Index collective_unit, Index cutoff);
+
 /// Size of a piece that must stay on one rank (a block, or the short rest of one) -> how many there
 /// are.
 using PieceCounts = std::map<Index, Index>;
