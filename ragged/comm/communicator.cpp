@@ -133,7 +133,7 @@ Work Communicator::all_gather(std::span<const Segment> segments, const at::Tenso
         return compat::all_gather(
             *state_->group, movable.narrow(0, segment.image_offset, segment.numel),
             slice(movable, segment.owners[static_cast<std::size_t>(rank())]),
-            within<c10d::AllgatherOptions>(state_->deadline));
+            within<c10d::AllgatherOptions>(state_->deadline), state_->implementation());
       });
       continue;
     }
@@ -228,7 +228,8 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
       auto options = within<c10d::ReduceScatterOptions>(state_->deadline);
       options.reduceOp = c10d::ReduceOp::SUM;
       return compat::reduce_scatter(
-          *state_->group, target, args.image.narrow(0, segment.image_offset, segment.numel), options);
+          *state_->group, target, args.image.narrow(0, segment.image_offset, segment.numel), options,
+          state_->implementation());
     });
     if (direct) {
       finishers.push_back([out, scale = sum.scale] {

@@ -21,20 +21,36 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// shared_ptr up to 2.14, intrusive_ptr from 2.15.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+/// A group written in Python (the threaded groups of torch's tests) has no Backend, and before the new names came C++
+/// reached only the coalesced forms of its operations.
+enum class Implementation { kBackend, kPython };
+
 inline WorkPtr all_gather(
-    c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, const c10d::AllgatherOptions& options = {}) {
+    c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, const c10d::AllgatherOptions& options = {},
+    [[maybe_unused]] Implementation implementation = Implementation::kBackend) {
 #if RAGGED_C10D_SINGLE_NAMES
   return group.all_gather_single(output, input, options);
 #else
+  if (implementation == Implementation::kPython) {
+    std::vector<at::Tensor> outputs{output};
+    std::vector<at::Tensor> inputs{input};
+    return group.allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
   return group._allgather_base(output, input, options);
 #endif
 }
 
 inline WorkPtr reduce_scatter(
-    c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, const c10d::ReduceScatterOptions& options) {
+    c10d::ProcessGroup& group, at::Tensor output, at::Tensor input, const c10d::ReduceScatterOptions& options,
+    [[maybe_unused]] Implementation implementation = Implementation::kBackend) {
 #if RAGGED_C10D_SINGLE_NAMES
   return group.reduce_scatter_single(output, input, options);
 #else
+  if (implementation == Implementation::kPython) {
+    std::vector<at::Tensor> outputs{output};
+    std::vector<at::Tensor> inputs{input};
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
   return group._reduce_scatter_base(output, input, options);
 #endif
 }

@@ -26,6 +26,9 @@ struct GroupState {
   std::uint64_t sequence = 0;
   std::string failure;  // of the first operation that failed; the group is unusable from then on
 
+  compat::Implementation implementation() const {
+    return kind == BackendKind::kOther ? compat::Implementation::kPython : compat::Implementation::kBackend;
+  }
   /// Works of groups implemented in Python can't be waited for with a limit.
   std::chrono::milliseconds longest_wait() const { return kind == BackendKind::kOther ? kNoTimeout : deadline; }
   /// Throws CommError if an earlier operation failed; compares ranks when options.check_order says so.

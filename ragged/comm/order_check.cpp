@@ -47,7 +47,8 @@ void GroupState::before(const char* operation, std::string_view unit) {
   try {
     c10d::AllgatherOptions within;
     within.timeout = deadline;
-    compat::all_gather(*group, all, all.narrow(0, rank * kBytes, kBytes), within)->wait(deadline);
+    compat::all_gather(*group, all, all.narrow(0, rank * kBytes, kBytes), within, implementation())
+        ->wait(longest_wait());
   } catch (const std::exception& e) {
     fail(operation, unit, e.what());
   }
