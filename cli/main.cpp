@@ -9,6 +9,7 @@
 
 #include "plan_command.h"
 #include "ragged/base/error.h"
+#include "simulate_command.h"
 #include "train_command.h"
 
 namespace {
@@ -28,7 +29,8 @@ int fail(const std::string& message, int code) {
 // What the commands that plan have in common.
 void add_layout_options(CLI::App& command, ragged::cli::LayoutArguments& layout) {
   command
-      .add_option("MODEL", layout.model, "a bundled model, an inventory, a .safetensors file, its index, or their folder")
+      .add_option(
+          "MODEL", layout.model, "a bundled model, an inventory, a .safetensors file, its index, or their folder")
       ->required();
   command.add_option("--ranks", layout.ranks, "ranks that train together")->required();
   command.add_option("--rows", layout.rows, "rows of a matrix that stay on one rank")->capture_default_str();
@@ -45,6 +47,25 @@ void add_plan(CLI::App& app, ragged::cli::PlanArguments& arguments) {
   add_layout_options(*plan, arguments.layout);
   plan->add_flag("--compare", arguments.compare, "beside FSDP1, FSDP2, DeepSpeed ZeRO-3 and Megatron-FSDP");
   plan->callback([&] { ragged::cli::run_plan(arguments); });
+}
+
+void add_simulate(CLI::App& app, ragged::cli::SimulateArguments& arguments) {
+  CLI::App* simulate = app.add_subcommand("simulate", "Estimate memory and time of one training step.");
+  add_layout_options(*simulate, arguments.layout);
+  simulate->add_option("--device", arguments.device, "a100, cpu, h100, h200, h800, or a JSON file")
+      ->capture_default_str();
+  simulate->add_option("--tokens", arguments.tokens, "tokens a rank and step")->capture_default_str();
+  simulate->add_option("--sequence", arguments.sequence, "tokens that attend to each other; 0: --tokens, at most 8192");
+  simulate->add_option("--shard", arguments.shard, "ranks that share one copy of the model; 0: all");
+  simulate->add_option("--optimizer", arguments.optimizer, "adamw, adamw-bf16, adamw8bit, muon or sgd")
+      ->capture_default_str();
+  simulate->add_option("--checkpointing", arguments.checkpointing, "of activations: none or full")
+      ->capture_default_str();
+  simulate->add_flag("--keep-gathered", arguments.keep_gathered, "don't reshard after forward (ZeRO-2)");
+  simulate->add_option("--prefetch", arguments.prefetch, "units gathered ahead")->capture_default_str();
+  simulate->add_option("--reduce-dtype", arguments.reduce_dtype, "of gradients on the wire")->capture_default_str();
+  simulate->add_option("--trace", arguments.trace, "write a Chrome trace into this file");
+  simulate->callback([&] { ragged::cli::run_simulate(arguments); });
 }
 
 }  // namespace
@@ -67,6 +88,8 @@ int main(int argc, char** argv) {
 
   ragged::cli::PlanArguments plan;
   add_plan(app, plan);
+  ragged::cli::SimulateArguments simulate;
+  add_simulate(app, simulate);
 
   try {
     app.parse(argc, argv);

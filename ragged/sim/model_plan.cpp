@@ -33,6 +33,8 @@ plan::PlanOptions plan_options(const LayoutRequest& request) {
   options.world_size = request.ranks;
   options.collective_unit = request.collective_unit;
   options.start_alignment = request.collective_unit;
+  options.strategy = request.strategy;
+  if (request.ragged_blocks >= 0) options.max_ragged_blocks = request.ragged_blocks;
   return options;
 }
 
@@ -125,12 +127,8 @@ Index ModelPlan::largest_load() const {
   return load.empty() ? 0 : *std::ranges::max_element(load);
 }
 
-double ModelPlan::padding_fraction() const {
-  return static_cast<double>(padding) / static_cast<double>(numel);
-}
-
-double ModelPlan::lower_bound_fraction() const {
-  return static_cast<double>(lower_bound - numel) / static_cast<double>(numel);
+double ModelPlan::fraction(Index padding_elements) const {
+  return static_cast<double>(padding_elements) / static_cast<double>(numel);
 }
 
 double ModelPlan::largest_over_mean() const {
@@ -171,27 +169,36 @@ ModelPlan plan_model(const Model& source, const LayoutRequest& request) {
     kind.numel = unit.numel();
     model.kinds.push_back(std::move(kind));
   }
-  std::vector<std::vector<ParamSpec>> specs;
-  for (const UnitKind& kind : model.kinds) {
-    specs.push_back(plan::param_specs({.name = kind.name, .tensors = kind.tensors}, request.policy));
-  }
+  std::vector<std::vector<ParamSpec>> buckets;
+  for (const InventoryUnit& unit : inventory.units) buckets.push_back(plan::param_specs(unit, request.policy));
+  std::vector<plan::PlanReport> reports;
   const auto start = std::chrono::steady_clock::now();
-  for (std::size_t k = 0; k < specs.size(); ++k) {
-    model.kinds[k].plan = plan::plan_bucket(specs[k], plan_options(request));
-  }
+  std::vector<BucketPlan> plans =
+      plan::plan_buckets(buckets, plan_options(request), request.with_bounds ? &reports : nullptr);
   model.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
+  // Owners of ragged tails differ from unit to unit, so loads are summed over units, the rest over kinds.
   model.load.assign(at(request.ranks), 0);
+  for (std::size_t u = 0; u < plans.size(); ++u) {
+    for (const Segment& segment : plans[u].segments) {
+      for (std::size_t rank = 0; rank < segment.owners.size(); ++rank) {
+        model.load[rank] += segment.owners[rank].size();
+      }
+    }
+    UnitKind& kind = model.kinds[at(model.unit_kinds[u])];
+    if (!kind.plan.segments.empty()) continue;
+    kind.plan = std::move(plans[u]);
+    if (request.with_bounds) kind.report = reports[u];
+  }
   for (UnitKind& kind : model.kinds) {
     kind.blocks_cut = count_cut_blocks(kind.plan);
     model.padding += kind.count * kind.plan.padding();
-    model.lower_bound += kind.count * kind.plan.lower_bound;
     model.blocks_cut += kind.count * kind.blocks_cut;
     model.collectives += kind.count * kind.collectives();
-    for (const Segment& segment : kind.plan.segments) {
-      for (std::size_t rank = 0; rank < segment.owners.size(); ++rank) {
-        model.load[rank] += kind.count * segment.owners[rank].size();
-      }
+    if (request.with_bounds) {
+      model.lower_bound += kind.count * (kind.report.bound - kind.numel);
+      model.packing_bound += kind.count * (kind.report.uniform_bound - kind.numel);
+      model.uniform_only += kind.count * (kind.report.uniform_only - kind.numel);
     }
     remark_on_blocks(kind, model);
   }

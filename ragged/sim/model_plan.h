@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "ragged/plan/bucket_plan.h"
+#include "ragged/plan/planner.h"
 #include "ragged/sim/model_source.h"
 
 namespace ragged::sim {
@@ -15,6 +15,8 @@ struct LayoutRequest {
   plan::RowPolicy policy{};
   int layers_per_bucket = 1;
   Index ragged_blocks = -1;  // most blocks of a bucket that may travel ragged; -1: the planner's default
+  plan::PlanStrategy strategy = plan::PlanStrategy::kAuto;
+  bool with_bounds = true;  // also search what could be reached: takes as long again
   Index collective_unit = 8;
 };
 
@@ -26,6 +28,7 @@ struct UnitKind {
   int layers = 1;  // in one bucket
   std::vector<plan::InventoryTensor> tensors{};
   plan::BucketPlan plan{};
+  plan::PlanReport report{};  // with_bounds only
   Index numel = 0;
   Index blocks_cut = 0;  // counted, not presumed
 
@@ -41,8 +44,10 @@ struct ModelPlan {
   std::vector<int> unit_kinds{};  // by unit, in the model's order: its index in `kinds`
   std::vector<std::string> unit_names{};
   Index numel = 0;
-  Index padding = 0;      // of one image of everything
-  Index lower_bound = 0;  // of the image of everything with equal shards, in elements
+  Index padding = 0;        // of one image of everything, in elements like the next three
+  Index lower_bound = 0;    // of that, whatever the layout allowed by the request
+  Index packing_bound = 0;  // of that with equal shards alone
+  Index uniform_only = 0;   // the least reached with equal shards alone
   Index blocks_cut = 0;
   int collectives = 0;        // of one gather of everything
   double seconds = 0;         // that planning took
@@ -50,8 +55,10 @@ struct ModelPlan {
   std::vector<std::string> remarks{};
 
   Index largest_load() const;
-  double padding_fraction() const;
-  double lower_bound_fraction() const;
+  /// Of the parameters.
+  double fraction(Index padding_elements) const;
+  double padding_fraction() const { return fraction(padding); }
+  double lower_bound_fraction() const { return fraction(lower_bound); }
   /// Largest rank over the mean of what belongs to parameters.
   double largest_over_mean() const;
 };

@@ -81,7 +81,9 @@ nlohmann::ordered_json unit_json(const UnitKind& kind) {
       {"parameters", kind.numel},
       {"tensors", kind.tensors.size()},
       {"padding", fraction(kind.plan.padding(), kind.numel)},
-      {"lower_bound", fraction(kind.plan.lower_bound - kind.numel, kind.numel)},
+      {"lower_bound", fraction(kind.report.bound - kind.numel, kind.numel)},
+      {"packing_bound", fraction(kind.report.uniform_bound - kind.numel, kind.numel)},
+      {"uniform_only", fraction(kind.report.uniform_only - kind.numel, kind.numel)},
       {"blocks_cut", kind.blocks_cut},
       {"collectives", kind.collectives()},
       {"segments", std::move(segments)}};
@@ -120,20 +122,21 @@ std::vector<EngineLayout> compare(const ModelPlan& plan) {
 std::string plan_text(const ModelPlan& plan, bool colour, bool with_time) {
   std::string text = bold(request_text(plan), colour) + "\n\n";
   Table table(
-      {"unit", "x", "parameters", "segments", "elements a rank", "padding", "lower bound", "blocks cut",
-       "collectives"});
+      {"unit", "x", "parameters", "segments", "elements a rank", "padding", "without ragged", "lower bound",
+       "blocks cut", "collectives"});
   for (const UnitKind& kind : plan.kinds) {
     table.add(
         {kind.name, grouped(kind.count), grouped(kind.numel), segments_text(kind), shards_text(kind),
          percent_text(fraction(kind.plan.padding(), kind.numel)),
-         percent_text(fraction(kind.plan.lower_bound - kind.numel, kind.numel)), grouped(kind.blocks_cut),
+         percent_text(fraction(kind.report.uniform_only - kind.numel, kind.numel)),
+         percent_text(fraction(kind.report.bound - kind.numel, kind.numel)), grouped(kind.blocks_cut),
          grouped(kind.collectives())});
   }
   table.rule();
   table.add(
       {"all", grouped(static_cast<Index>(plan.unit_kinds.size())), grouped(plan.numel), "", "",
-       percent_text(plan.padding_fraction()), percent_text(plan.lower_bound_fraction()), grouped(plan.blocks_cut),
-       grouped(plan.collectives)});
+       percent_text(plan.padding_fraction()), percent_text(plan.fraction(plan.uniform_only)),
+       percent_text(plan.lower_bound_fraction()), grouped(plan.blocks_cut), grouped(plan.collectives)});
   text += table.to_string(colour) + "\n";
 
   const auto load = static_cast<double>(plan.largest_load());
@@ -145,7 +148,9 @@ std::string plan_text(const ModelPlan& plan, bool colour, bool with_time) {
     bytes.add({fmt::format("  states of {}", name(optimizer)), bytes_text(optimizer_bytes(plan, optimizer))});
   }
   text += bytes.to_string(false);
-  text += fmt::format("largest rank over the mean: {:.4f}\n", plan.largest_over_mean());
+  text += fmt::format(
+      "largest rank over the mean: {:.4f}; packing bound of equal shards: {}\n", plan.largest_over_mean(),
+      percent_text(plan.fraction(plan.packing_bound)));
   if (with_time) text += fmt::format("planned in {}\n", seconds_text(plan.seconds));
   if (!plan.remarks.empty()) text += "\n";
   for (const std::string& remark : plan.remarks) text += fmt::format("note: {}\n", remark);
@@ -187,6 +192,8 @@ std::string plan_json(const ModelPlan& plan, const std::vector<EngineLayout>& en
       {"parameters", plan.numel},
       {"padding", plan.padding_fraction()},
       {"lower_bound", plan.lower_bound_fraction()},
+      {"packing_bound", plan.fraction(plan.packing_bound)},
+      {"uniform_only", plan.fraction(plan.uniform_only)},
       {"blocks_cut", plan.blocks_cut},
       {"collectives", plan.collectives},
       {"largest_over_mean", plan.largest_over_mean()},

@@ -1,0 +1,26 @@
+// `ragged simulate`: memory and time of one step before a launch.
+#pragma once
+
+#include <string>
+
+#include "plan_command.h"
+
+namespace ragged::cli {
+
+struct SimulateArguments {
+  LayoutArguments layout;
+  std::string device = "h100";  // a preset or a file
+  Index tokens = 8192;
+  Index sequence = 0;
+  int shard = 0;  // ranks that share a copy; 0: all
+  std::string optimizer = "adamw";
+  std::string checkpointing = "full";
+  bool keep_gathered = false;
+  int prefetch = 1;
+  std::string reduce_dtype = "fp32";
+  std::string trace;  // file to write, if any
+};
+
+void run_simulate(const SimulateArguments& arguments);
+
+}  // namespace ragged::cli
