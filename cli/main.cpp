@@ -11,6 +11,7 @@
 #include "ragged/base/error.h"
 #include "simulate_command.h"
 #include "train_command.h"
+#include "tune_command.h"
 
 namespace {
 
@@ -27,7 +28,7 @@ int fail(const std::string& message, int code) {
 }
 
 // What the commands that plan have in common.
-void add_layout_options(CLI::App& command, ragged::cli::LayoutArguments& layout) {
+void add_model_options(CLI::App& command, ragged::cli::LayoutArguments& layout) {
   command
       .add_option(
           "MODEL", layout.model, "a bundled model, an inventory, a .safetensors file, its index, or their folder")
@@ -36,36 +37,53 @@ void add_layout_options(CLI::App& command, ragged::cli::LayoutArguments& layout)
   command.add_option("--rows", layout.rows, "rows of a matrix that stay on one rank")->capture_default_str();
   command.add_flag("--flat-rows", layout.flat_rows, "let blocks run over the rows of a stack of experts");
   command.add_option("--ragged-blocks", layout.ragged_blocks, "most blocks a bucket that may travel without padding");
+  command.add_flag("--json", layout.json, "for programs");
+}
+
+void add_layout_options(CLI::App& command, ragged::cli::LayoutArguments& layout) {
   command.add_option("--layers-per-bucket", layout.layers_per_bucket, "layers that are gathered together")
       ->capture_default_str();
-  command.add_flag("--json", layout.json, "for programs");
   command.add_option("--svg", layout.svg, "draw into this file");
+}
+
+void add_step_options(CLI::App& command, ragged::cli::SimulateArguments& step) {
+  command.add_option("--device", step.device, "a100, cpu, h100, h200, h800, or a JSON file")->capture_default_str();
+  command.add_option("--tokens", step.tokens, "tokens a rank and step")->capture_default_str();
+  command.add_option("--sequence", step.sequence, "tokens that attend to each other; 0: --tokens, at most 8192");
+  command.add_option("--optimizer", step.optimizer, "adamw, adamw-bf16, adamw8bit, muon or sgd")->capture_default_str();
+  command.add_option("--checkpointing", step.checkpointing, "of activations: none or full")->capture_default_str();
+  command.add_option("--reduce-dtype", step.reduce_dtype, "of gradients on the wire")->capture_default_str();
 }
 
 void add_plan(CLI::App& app, ragged::cli::PlanArguments& arguments) {
   CLI::App* plan = app.add_subcommand("plan", "Show how a model would be laid out: shards, padding, bytes per rank.");
+  add_model_options(*plan, arguments.layout);
   add_layout_options(*plan, arguments.layout);
+  plan->add_option("--strategy", arguments.strategy, "auto, single (one segment a bucket), or paper (its own search)")
+      ->capture_default_str();
   plan->add_flag("--compare", arguments.compare, "beside FSDP1, FSDP2, DeepSpeed ZeRO-3 and Megatron-FSDP");
   plan->callback([&] { ragged::cli::run_plan(arguments); });
 }
 
 void add_simulate(CLI::App& app, ragged::cli::SimulateArguments& arguments) {
   CLI::App* simulate = app.add_subcommand("simulate", "Estimate memory and time of one training step.");
+  add_model_options(*simulate, arguments.layout);
   add_layout_options(*simulate, arguments.layout);
-  simulate->add_option("--device", arguments.device, "a100, cpu, h100, h200, h800, or a JSON file")
-      ->capture_default_str();
-  simulate->add_option("--tokens", arguments.tokens, "tokens a rank and step")->capture_default_str();
-  simulate->add_option("--sequence", arguments.sequence, "tokens that attend to each other; 0: --tokens, at most 8192");
+  add_step_options(*simulate, arguments);
   simulate->add_option("--shard", arguments.shard, "ranks that share one copy of the model; 0: all");
-  simulate->add_option("--optimizer", arguments.optimizer, "adamw, adamw-bf16, adamw8bit, muon or sgd")
-      ->capture_default_str();
-  simulate->add_option("--checkpointing", arguments.checkpointing, "of activations: none or full")
-      ->capture_default_str();
   simulate->add_flag("--keep-gathered", arguments.keep_gathered, "don't reshard after forward (ZeRO-2)");
   simulate->add_option("--prefetch", arguments.prefetch, "units gathered ahead")->capture_default_str();
-  simulate->add_option("--reduce-dtype", arguments.reduce_dtype, "of gradients on the wire")->capture_default_str();
   simulate->add_option("--trace", arguments.trace, "write a Chrome trace into this file");
   simulate->callback([&] { ragged::cli::run_simulate(arguments); });
+}
+
+void add_tune(CLI::App& app, ragged::cli::TuneArguments& arguments) {
+  CLI::App* tune = app.add_subcommand("tune", "Search group size, buckets and policies for time against memory.");
+  add_model_options(*tune, arguments.step.layout);
+  add_step_options(*tune, arguments.step);
+  tune->add_option("--memory", arguments.memory, "a rank may take, such as 80GiB; default: 90 % of the device");
+  tune->add_flag("--fixed-optimizer", arguments.fixed_optimizer, "don't offer optimizers with smaller states");
+  tune->callback([&] { ragged::cli::run_tune(arguments); });
 }
 
 }  // namespace
@@ -90,6 +108,8 @@ int main(int argc, char** argv) {
   add_plan(app, plan);
   ragged::cli::SimulateArguments simulate;
   add_simulate(app, simulate);
+  ragged::cli::TuneArguments tune;
+  add_tune(app, tune);
 
   try {
     app.parse(argc, argv);

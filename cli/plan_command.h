@@ -21,6 +21,7 @@ struct LayoutArguments {
 
 struct PlanArguments {
   LayoutArguments layout;
+  std::string strategy = "auto";
   bool compare = false;
 };
 

@@ -15,6 +15,18 @@ sim::Checkpointing parse_checkpointing(const std::string& text) {
 
 }  // namespace
 
+sim::StepRequest step_request(const SimulateArguments& arguments) {
+  return {
+      .device = sim::load_device(arguments.device),
+      .tokens = arguments.tokens,
+      .sequence = arguments.sequence,
+      .optimizer = sim::parse_optimizer(arguments.optimizer),
+      .checkpointing = parse_checkpointing(arguments.checkpointing),
+      .reshard_after_forward = !arguments.keep_gathered,
+      .prefetch = arguments.prefetch,
+      .reduce_bytes = static_cast<double>(item_size(parse_dtype(arguments.reduce_dtype)))};
+}
+
 void run_simulate(const SimulateArguments& arguments) {
   const LayoutArguments& layout = arguments.layout;
   RAGGED_CHECK(layout.ranks >= 1, "[simulate] Expected at least 1 rank, but got {} (--ranks).", layout.ranks);
@@ -22,16 +34,8 @@ void run_simulate(const SimulateArguments& arguments) {
   RAGGED_CHECK(
       shard >= 1 && layout.ranks % shard == 0,
       "[simulate] Expected a shard group that divides the {} ranks, but got {} (--shard).", layout.ranks, shard);
-  const sim::StepRequest request{
-      .device = sim::load_device(arguments.device),
-      .tokens = arguments.tokens,
-      .sequence = arguments.sequence,
-      .replicas = layout.ranks / shard,
-      .optimizer = sim::parse_optimizer(arguments.optimizer),
-      .checkpointing = parse_checkpointing(arguments.checkpointing),
-      .reshard_after_forward = !arguments.keep_gathered,
-      .prefetch = arguments.prefetch,
-      .reduce_bytes = static_cast<double>(item_size(parse_dtype(arguments.reduce_dtype)))};
+  sim::StepRequest request = step_request(arguments);
+  request.replicas = layout.ranks / shard;
   const sim::ModelPlan plan = sim::plan_model(
       sim::load_model(layout.model),
       {.ranks = shard,

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "plan_command.h"
+#include "ragged/sim/step.h"
 
 namespace ragged::cli {
 
@@ -20,6 +21,9 @@ struct SimulateArguments {
   std::string reduce_dtype = "fp32";
   std::string trace;  // file to write, if any
 };
+
+/// Of one shard group. Throws InvalidArgument that names the option.
+sim::StepRequest step_request(const SimulateArguments& arguments);
 
 void run_simulate(const SimulateArguments& arguments);
 

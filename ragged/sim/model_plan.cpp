@@ -108,9 +108,9 @@ void remark_on_blocks(const UnitKind& kind, ModelPlan& model) {
   std::string remedy = fmt::format("Shard over at most {} ranks", grouped(std::max<Index>(1, kind.numel / largest)));
   if (share / columns >= 1)
     remedy += fmt::format(", use --rows {}", std::bit_floor(static_cast<std::uint64_t>(share / columns)));
-  if (kind.is_layer) {
-    remedy += fmt::format(
-        ", or put more layers in a bucket (--layers-per-bucket {})", kind.layers * ceil_div(largest, share));
+  const Index layers = std::min<Index>(kind.layers * ceil_div(largest, share), Index{kind.count} * kind.layers);
+  if (kind.is_layer && layers > kind.layers) {
+    remedy += fmt::format(", or put more layers in a bucket (--layers-per-bucket {})", layers);
   }
   model.remarks.push_back(fmt::format(
       "{}: a block of '{}' has {} elements, more than a fair share of {} on {} ranks. {}.", kind.name, tensor.name,
