@@ -114,8 +114,9 @@ class Drafter {
     draft.ragged_bound = draft.bound;
     Draft::Uniform single = lay_out(all);
     draft.uniform_only = options_.world_size * single.layout.shard_size;
-    // Nothing saves more than all padding, and another segment costs.
-    const bool may_gain = draft.uniform_only - numel_of(all) > 0;
+    const Index numel = numel_of(all);
+    const bool has_padding = draft.uniform_only > numel;
+    const bool may_gain = numel > 0 && (has_padding || options_.cost.ragged_segment < options_.cost.uniform_segment);
     if (options_.strategy == PlanStrategy::kAuto && may_gain) {
       partition(draft, all, max_ragged_blocks, with_uniform_only, std::move(single));
     } else {
@@ -169,18 +170,21 @@ class Drafter {
     return sum;
   }
 
-  Index tail_blocks(const std::vector<int>& ragged) const {
-    Index sum = 0;
-    for (int i : ragged) sum += detail::num_blocks(params_[at(i)]);
-    return sum;
+  Index tail_cost(const std::vector<int>& ragged) const {
+    if (ragged.empty()) return 0;
+    Index image = 0;
+    Index blocks = 0;
+    for (int i : ragged) {
+      image = round_up(image, options_.start_alignment) + params_[at(i)].numel();
+      blocks += detail::num_blocks(params_[at(i)]);
+    }
+    return round_up(image, options_.collective_unit) + options_.cost.ragged_segment +
+        options_.cost.ragged_block * blocks;
   }
 
   Index cost_of(const std::vector<Draft::Uniform>& segments, const std::vector<int>& ragged) const {
-    const PlanCost& cost = options_.cost;
     const auto count = static_cast<Index>(segments.size());
-    const Index tail =
-        ragged.empty() ? 0 : numel_of(ragged) + cost.ragged_segment + cost.ragged_block * tail_blocks(ragged);
-    return image_of(segments) + count * cost.uniform_segment + tail;
+    return image_of(segments) + count * options_.cost.uniform_segment + tail_cost(ragged);
   }
 
   void partition(
@@ -209,11 +213,12 @@ class Drafter {
         draft.ragged.clear();
         return;
       }
-      if (!segments.empty()) {
-        segments[0].params.insert(segments[0].params.end(), empty.begin(), empty.end());
-        segments[0] = empty.empty() ? std::move(segments[0]) : lay_out(std::move(segments[0].params));
-      } else {
+      if (segments.empty()) {
         found.ragged.insert(found.ragged.end(), empty.begin(), empty.end());
+      } else if (!empty.empty()) {
+        std::vector<int> with_empty = segments[0].params;
+        with_empty.insert(with_empty.end(), empty.begin(), empty.end());
+        segments[0] = lay_out(std::move(with_empty));
       }
       draft.uniform = std::move(segments);
       draft.ragged = std::move(found.ragged);

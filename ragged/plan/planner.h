@@ -20,11 +20,11 @@ enum class PlanStrategy {
 enum class PlanOrder { kAuto, kModule, kBlock, kShape };
 
 /// What a plan costs besides the elements of its image, in elements. The defaults say: another
-/// collective has to save as much as travels in a few microseconds.
+/// collective has to save as much as travels in about a microsecond.
 struct PlanCost {
-  Index uniform_segment = 65536;
-  Index ragged_segment = 65536;
-  Index ragged_block = 4096;  // one more root of the grouped broadcast
+  Index uniform_segment = 32768;
+  Index ragged_segment = 32768;
+  Index ragged_block = 512;  // one more root of the grouped broadcast
 
   friend bool operator==(const PlanCost&, const PlanCost&) = default;
 };
