@@ -67,7 +67,7 @@ Group make_group(
     const ParamArgs& params, at::ScalarType dtype, std::optional<at::ScalarType> param_dtype,
     std::optional<at::ScalarType> reduce_dtype, const comm::MeshGroups& groups,
     const std::vector<std::optional<at::Tensor>>& values, bool front_holds_values,
-    const fsdp::ParamGroupSpec::Offload& offload) {
+    const fsdp::ParamGroupSpec::Offload& offload, const plan::PlanOptions& planning) {
   std::vector<fsdp::ParamInfo> infos;
   std::vector<std::optional<plan::Block>> blocks;
   std::vector<at::Tensor> tensors;
@@ -80,7 +80,7 @@ Group make_group(
   py::gil_scoped_release no_gil;
   const fsdp::MixedPrecision dtypes{.param_dtype = param_dtype, .reduce_dtype = reduce_dtype};
   fsdp::ParamGroupSpec spec = front_holds_values ? fsdp::plan_front_group(infos, groups, dtypes)
-                                                 : fsdp::plan_group(infos, blocks, groups, dtypes);
+                                                 : fsdp::plan_group(infos, blocks, groups, dtypes, planning);
   spec.offload = offload;
   return std::make_shared<ParamGroup>(std::move(spec), tensors);
 }
@@ -170,6 +170,33 @@ py::dict forecast_of(const Runtime& runtime, int micro_batches, bool sync_each) 
   return result;
 }
 
+plan::PlanStrategy parse_strategy(const std::string& text) {
+  if (text == "auto") return plan::PlanStrategy::kAuto;
+  if (text == "single") return plan::PlanStrategy::kSingle;
+  RAGGED_CHECK(
+      text == "paper", "[planning] Expected the strategy auto, single or paper, but got '{}'. Leave it out for auto.",
+      text);
+  return plan::PlanStrategy::kPaper;
+}
+
+void bind_planning(py::module_& module) {
+  py::class_<plan::PlanOptions>(module, "PlanOptions")
+      .def(
+          py::init([](const std::string& strategy, int max_uniform_segments, Index max_ragged_blocks,
+                      Index segment_cost, Index ragged_segment_cost, Index ragged_block_cost) {
+            return plan::PlanOptions{
+                .strategy = parse_strategy(strategy),
+                .max_uniform_segments = max_uniform_segments,
+                .max_ragged_blocks = max_ragged_blocks,
+                .cost = {
+                    .uniform_segment = segment_cost,
+                    .ragged_segment = ragged_segment_cost,
+                    .ragged_block = ragged_block_cost}};
+          }),
+          py::arg("strategy"), py::arg("max_uniform_segments"), py::arg("max_ragged_blocks"), py::arg("segment_cost"),
+          py::arg("ragged_segment_cost"), py::arg("ragged_block_cost"));
+}
+
 void bind_group(py::module_& module) {
   py::class_<comm::Communicator>(module, "Communicator")
       .def(
@@ -206,14 +233,16 @@ void bind_group(py::module_& module) {
                       std::vector<std::optional<std::tuple<std::string, Index, Index>>> blocks, at::ScalarType dtype,
                       std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
                       const comm::MeshGroups& groups, const std::vector<std::optional<at::Tensor>>& values,
-                      bool front_holds_values, bool offload, bool pin_memory) {
+                      bool front_holds_values, bool offload, bool pin_memory, const plan::PlanOptions& planning) {
             return make_group(
                 {std::move(names), std::move(shapes), std::move(requires_grad), std::move(blocks)}, dtype, param_dtype,
-                reduce_dtype, groups, values, front_holds_values, {.enabled = offload, .pin_memory = pin_memory});
+                reduce_dtype, groups, values, front_holds_values, {.enabled = offload, .pin_memory = pin_memory},
+                planning);
           }),
           py::arg("names"), py::arg("shapes"), py::arg("requires_grad"), py::arg("blocks"), py::arg("dtype"),
           py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("groups"), py::arg("values"),
-          py::arg("front_holds_values") = false, py::arg("offload") = false, py::arg("pin_memory") = false)
+          py::arg("front_holds_values") = false, py::arg("offload") = false, py::arg("pin_memory") = false,
+          py::arg("planning") = plan::PlanOptions{})
       .def("set_front", &set_front, py::arg("params"), py::arg("calls"), py::arg("gatherer") = py::none())
       .def(
           "set_sharded",
@@ -335,6 +364,7 @@ void bind_runtime(py::module_& module) {
 }  // namespace
 
 void bind_fsdp(py::module_& module) {
+  bind_planning(module);
   bind_group(module);
   bind_runtime(module);
 }

@@ -135,6 +135,7 @@ class ParamGroup:
         front_holds_values: bool = False,
         offload: bool = False,
         pin_memory: bool = False,
+        planning: PlanOptions = ...,
     ) -> None: ...
     def set_front(self, params: Sequence[PythonParam], calls: PythonCalls, gatherer: Any = None) -> None:
         """The Python side of the parameters; a gatherer makes the unsharded ones itself."""
@@ -191,6 +192,19 @@ class ParamGroup:
         """Sees each reduced gradient shard, 1-D, before it is published or added."""
 
 # ---- fsdp.cpp: the runtime ----
+
+class PlanOptions:
+    """How a bucket may be laid out; see ragged_fsdp.Planning."""
+
+    def __init__(
+        self,
+        strategy: str,
+        max_uniform_segments: int,
+        max_ragged_blocks: int,
+        segment_cost: int,
+        ragged_segment_cost: int,
+        ragged_block_cost: int,
+    ) -> None: ...
 
 class RuntimeUnit:
     """What one fully_shard call took."""

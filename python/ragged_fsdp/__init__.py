@@ -26,6 +26,7 @@ from ragged_fsdp.install import install, uninstall  # noqa: E402
 from ragged_fsdp.mesh import DataParallelMeshDims  # noqa: E402
 from ragged_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard  # noqa: E402
+from ragged_fsdp.planning import Planning  # noqa: E402
 from ragged_fsdp.state_dict import set_model_state_dict, set_optimizer_state_dict  # noqa: E402
 from ragged_fsdp.summary import forecast, reset_peaks, stats, summary  # noqa: E402
 from ragged_fsdp.tensor import RaggedTensor, distribute_tensor, redistribute  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "InvalidArgument",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Planning",
     "RaggedError",
     "RaggedShard",
     "RaggedTensor",

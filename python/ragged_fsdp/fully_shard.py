@@ -16,6 +16,7 @@ from ragged_fsdp.blocks import Block, ShardPolicy
 from ragged_fsdp.mesh import DataMesh, DataParallelMeshDims, resolve_mesh
 from ragged_fsdp.module import FSDPModule
 from ragged_fsdp.params import collect, make_groups
+from ragged_fsdp.planning import Planning
 from ragged_fsdp.state import RaggedState, state_of
 
 
@@ -32,15 +33,17 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shard_policy: ShardPolicy | Block | None = None,
     collectives: str | None = None,
+    planning: Planning = Planning(),
 ) -> Any:
     """Shards every parameter below `module` that no earlier call took, as one unit. Blocks first, the root last; returns what it was given.
 
-    The arguments are those of FSDP2 (torch 2.15), and two more:
+    The arguments are those of FSDP2 (torch 2.15), and three more:
 
     shard_policy: a function of (name, parameter) that returns the block which must stay on one rank: rows(32), elements(n), tile(128, 128),
         whole(), or None for 16 bytes; or one such block for all (veScale-FSDP section 4). It must answer alike on all ranks.
     collectives: "auto" chooses what is fastest on the backend; "stock" issues the operations that FSDP2 does. Default: the environment
         variable RAGGED_COLLECTIVES, else "auto".
+    planning: how the planner may lay the unit out; the default splits buckets and moves odd tensors to a ragged tail where that saves padding.
 
     mesh: 1-D shards, 2-D replicates over dim 0 and shards over dim 1; default: all ranks. With `dp_mesh_dims`, the full mesh of DTensor
         parameters and the names of its data-parallel dims.
@@ -74,7 +77,7 @@ def fully_shard(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via distribute_module). Got plain tensor "
             f"for parameter '{plain[0]}'."
         )
-    state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, state)
+    state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, planning, state)
     if small:
         if any(group.holds_subclasses for group in state.groups):
             raise NotImplementedError(

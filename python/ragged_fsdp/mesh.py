@@ -92,7 +92,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, col
     stock = collectives == "stock"
     shard = _communicator(mesh, mesh.ndim - 1, device, stock)
     replicate = _communicator(mesh, 0, device, stock) if mesh.ndim == 2 else _C.Communicator(None, device, "replicate")
-    groups = _C.MeshGroups(shard, replicate, mesh.mesh.flatten().tolist(), dist.get_rank(), device)
+    groups = _mesh_groups(mesh, shard, replicate, device)
     return DataMesh(mesh, device, groups, shard, replicate, spmd_mesh, dims)
 
 
@@ -121,6 +121,17 @@ def _named_submesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
 # name: ranks may be threads of one process.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 _communicators_lock = threading.Lock()
+
+
+def _mesh_groups(mesh: DeviceMesh, shard: Any, replicate: Any, device: torch.device) -> Any:
+    """One a mesh and setting: the units on it take turns in who owns their ragged tails."""
+    ranks = mesh.mesh.flatten().tolist()
+    with _communicators_lock:
+        known = _communicators.setdefault(mesh.get_group(mesh.ndim - 1), {})
+        key = ("groups", device, shard.is_stock, tuple(ranks), mesh.ndim)
+        if key not in known:
+            known[key] = _C.MeshGroups(shard, replicate, ranks, dist.get_rank(), device)
+        return known[key]
 
 
 def _communicator(mesh: DeviceMesh, dim: int, device: torch.device, stock: bool) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp import _C, blocks, extensions
 from ragged_fsdp.mesh import DataMesh, names
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.planning import Planning
 from ragged_fsdp.redistribute import make_spec
 from ragged_fsdp.tensor import RaggedTensor
 
@@ -126,6 +127,7 @@ def make_groups(
     shard_policy: blocks.ShardPolicy | blocks.Block | None,
     placement_fn: PlacementFn | None,
     offload: OffloadPolicy,
+    planning: Planning,
     state: Any,
 ) -> list[ManagedGroup]:
     """Splits by dtype and mesh, plans each group, cuts the values, and puts the sharded parameters into the modules. No communication."""
@@ -152,7 +154,7 @@ def make_groups(
         group.params.append(param)
         group.blocks.append(blocks.to_args(_raised(block, param)))
     for group in groups.values():
-        build_core(group, [_local_value(param.original) for param in group.params])
+        build_core(group, [_local_value(param.original) for param in group.params], planning)
         for param in group.params:
             _replace_original(param, state)
         connect(group)
@@ -226,7 +228,7 @@ def _raised(block: blocks.Block | None, param: ManagedParam) -> blocks.Block | N
     return block if raised is None else blocks.elements(raised)
 
 
-def build_core(group: ManagedGroup, values: list[torch.Tensor | None]) -> None:
+def build_core(group: ManagedGroup, values: list[torch.Tensor | None], planning: Planning) -> None:
     """Makes the C++ group. `values` are whole local tensors to be cut, None where there are none yet."""
     params = group.params
     floating = group.dtype.is_floating_point
@@ -242,6 +244,7 @@ def build_core(group: ManagedGroup, values: list[torch.Tensor | None]) -> None:
         groups=group.mesh.groups,
         values=values,
         front_holds_values=group.holds_subclasses,
+        planning=planning.to_core(),
         offload=offloads,
         # Pinning needs a driver, and is of use only where copies go to another device.
         pin_memory=offloads and group.offload.pin_memory and group.mesh.device.type != "cpu",  # type: ignore[attr-defined]

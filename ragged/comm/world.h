@@ -28,6 +28,9 @@ struct MeshGroups {
   Communicator shard{};
   Communicator replicate{};
   c10::Device device = c10::Device(c10::kCPU);
+  /// The rank of the shard group where the next ragged tail begins, so that no rank collects the tails of all buckets.
+  /// Copies share it; all ranks plan the same buckets in the same order.
+  std::shared_ptr<int> next_owner = std::make_shared<int>(0);
 };
 
 class World {

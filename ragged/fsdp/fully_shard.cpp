@@ -173,7 +173,7 @@ std::shared_ptr<ParamGroup> Unit::make_group(
     blocks.push_back(options.shard_policy ? options.shard_policy(infos.back()) : std::nullopt);
     params.push_back(std::move(tensor));
   }
-  ParamGroupSpec spec = plan_group(infos, blocks, options.groups, options.mixed_precision);
+  ParamGroupSpec spec = plan_group(infos, blocks, options.groups, options.mixed_precision, options.planning);
   if (options.sync_from_rank0) {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < count; ++i) {

@@ -10,6 +10,7 @@
 
 #include "ragged/comm/world.h"
 #include "ragged/plan/block.h"
+#include "ragged/plan/planner.h"
 
 namespace ragged::fsdp {
 
@@ -36,6 +37,9 @@ struct FullyShardOptions {
   comm::MeshGroups groups{};
   MixedPrecision mixed_precision{};
   ShardPolicy shard_policy{};
+  /// How the unit's bucket is laid out. World size, unit, alignment and first owner are filled in. Collectives that are
+  /// to be FSDP2's take one uniform segment, whatever this says.
+  plan::PlanOptions planning{};
   /// true: drop the image after forward and gather again in backward (ZeRO-3). false: keep it until backward
   /// (ZeRO-2). none: true, but false for the root.
   std::optional<bool> reshard_after_forward{};

@@ -54,7 +54,7 @@ ParamGroupSpec plan_front_group(
 
 ParamGroupSpec plan_group(
     std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
-    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
+    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision, plan::PlanOptions planning) {
   ParamGroupSpec spec = dtypes_of(params, groups, mixed_precision);
   const Index narrowest =
       static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
@@ -68,12 +68,18 @@ ParamGroupSpec plan_group(
         c10::toString(params[0].dtype), params[0].name, c10::toString(params[i].dtype), params[i].name);
     specs.push_back(param_spec(params[i], blocks[i], unit));
   }
-  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(
-      specs,
-      {.world_size = groups.shard.size(),
-       .collective_unit = unit,
-       .start_alignment = unit,
-       .strategy = plan::PlanStrategy::kSingle}));
+  planning.world_size = groups.shard.size();
+  planning.collective_unit = unit;
+  planning.start_alignment = unit;
+  planning.first_owner = *groups.next_owner;
+  if (groups.shard.is_stock()) planning.strategy = plan::PlanStrategy::kSingle;
+  spec.plan = std::make_shared<plan::BucketPlan>(plan::plan_bucket(specs, planning));
+  for (const plan::Segment& segment : spec.plan->segments) {
+    if (segment.kind != plan::SegmentKind::kRagged) continue;
+    const auto owns = [](const plan::Interval& owned) { return !owned.empty(); };
+    const auto owners = static_cast<int>(std::count_if(segment.owners.begin(), segment.owners.end(), owns));
+    *groups.next_owner = (*groups.next_owner + owners) % groups.shard.size();
+  }
   return spec;
 }
 

@@ -9,11 +9,12 @@
 
 namespace ragged::fsdp {
 
-/// Plans a group for parameters of one dtype, `params[0].dtype`; `blocks[i]` none: 16 bytes. Pure. Throws
-/// InvalidArgument, naming the parameter, for dtypes that differ or a block that doesn't fit. The result lacks leaves.
+/// Plans a group for parameters of one dtype, `params[0].dtype`; `blocks[i]` none: 16 bytes. Moves groups.next_owner
+/// on. Throws InvalidArgument, naming the parameter, for dtypes that differ or a block that doesn't fit. The result
+/// lacks leaves.
 ParamGroupSpec plan_group(
     std::span<const ParamInfo> params, std::span<const std::optional<plan::Block>> blocks,
-    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision);
+    const comm::MeshGroups& groups, const MixedPrecision& mixed_precision, plan::PlanOptions planning = {});
 /// The same for parameters whose values a front holds and gathers by itself (GroupFront::gathers): rows, as even as can
 /// be.
 ParamGroupSpec plan_front_group(

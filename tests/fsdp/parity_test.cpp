@@ -25,6 +25,8 @@ struct Case {
   bool postpone_all_reduce = false;
   bool checkpoint = false;
   Index rows = 0;
+  bool split = false;  // segments cost nothing: buckets fall apart into uniform ones and a ragged tail
+  Index ragged_blocks = 0;
   int forward_prefetch = 0;
   int backward_prefetch = 1;
 
@@ -36,10 +38,10 @@ struct Case {
 
 std::string to_string(const Case& c) {
   return fmt::format(
-      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} prefetch {}/{}", to_string(c.mesh),
-      c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype), c10::toString(c.reduce_dtype),
-      c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint, c.rows, c.forward_prefetch,
-      c.backward_prefetch);
+      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} split {} prefetch {}/{}",
+      to_string(c.mesh), c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype),
+      c10::toString(c.reduce_dtype), c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint,
+      c.rows, c.split, c.forward_prefetch, c.backward_prefetch);
 }
 
 // What each step of the reference gave, computed once and read by all ranks.
@@ -83,6 +85,10 @@ std::shared_ptr<fsdp::Unit> shard(TinyModel& model, comm::World& world, const Ca
       return plan::rows(std::min<Index>(rows, p.shape[0]));
     };
   }
+  if (c.split) {
+    options.planning.max_ragged_blocks = c.ragged_blocks;
+    options.planning.cost = {.uniform_segment = 0, .ragged_segment = 0, .ragged_block = 0};
+  }
   std::vector<std::shared_ptr<fsdp::Unit>> units;
   fsdp::FullyShardOptions block_options = options;
   block_options.activation_checkpointing = c.checkpoint;
@@ -114,7 +120,29 @@ void expect_equal_pieces(
   ASSERT_EQ(found, whole.size()) << what;
 }
 
-void run(const Case& c) {
+// How many buckets have several uniform segments, and how many a ragged tail.
+struct Splits {
+  int uniform = 0;
+  int ragged = 0;
+};
+
+Splits splits_of(const fsdp::Unit& root) {
+  Splits splits;
+  for (const auto& unit : root.units()) {
+    const auto of = [&](plan::SegmentKind kind) {
+      const auto& segments = unit->plan()->segments;
+      return std::count_if(segments.begin(), segments.end(), [kind](const plan::Segment& segment) {
+        return segment.kind == kind && segment.numel > 0;
+      });
+    };
+    splits.uniform += of(plan::SegmentKind::kUniform) > 1;
+    splits.ragged += of(plan::SegmentKind::kRagged) > 0;
+  }
+  return splits;
+}
+
+Splits run(const Case& c) {
+  Splits splits;
   SCOPED_TRACE(to_string(c));
   const std::vector<Expected> expected = expect(c);
   const bool exact = c.exact();
@@ -123,6 +151,7 @@ void run(const Case& c) {
       [&](comm::World& world) {
         auto model = make_tiny_model();
         auto root = shard(*model, world, c);
+        if (world.rank() == 0) splits = splits_of(*root);
         optim::AdamW adamw(root, {.lr = c.lr(), .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1});
         for (int step = 0; step < kSteps; ++step) {
           const Expected& e = expected[static_cast<std::size_t>(step)];
@@ -159,6 +188,7 @@ void run(const Case& c) {
         }
       },
       quick());
+  return splits;
 }
 
 const std::vector<MeshShape> kMeshes{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 1}, {3, 1}, {2, 2}};
@@ -216,6 +246,29 @@ TEST(Parity, holds_with_activation_checkpointing) {
          .checkpoint = true});
     if (HasFatalFailure()) return;
   }
+}
+
+TEST(Parity, holds_over_several_uniform_segments_and_ragged_tails) {
+  Splits seen;
+  for (const MeshShape& mesh : {MeshShape{1, 2}, MeshShape{1, 3}, MeshShape{1, 4}, MeshShape{1, 7}, MeshShape{2, 2}}) {
+    for (const Index ragged_blocks : {0, 5}) {
+      const bool bf16 = ragged_blocks > 0 || mesh.shard == 4;
+      const Splits splits = run(
+          {.mesh = mesh,
+           .reshard = bf16 ? std::optional<bool>() : std::optional<bool>(true),
+           .param_dtype = bf16 ? at::kBFloat16 : at::kFloat,
+           .micro_batches = bf16 ? 2 : 1,
+           .checkpoint = bf16,
+           .rows = 5,
+           .split = true,
+           .ragged_blocks = ragged_blocks});
+      if (HasFatalFailure()) return;
+      seen.uniform += splits.uniform;
+      seen.ragged += splits.ragged;
+    }
+  }
+  EXPECT_GE(seen.uniform, 3) << "plans with several uniform segments";
+  EXPECT_GE(seen.ragged, 3) << "plans with a ragged tail";
 }
 
 TEST(Parity, holds_with_row_blocks_and_deeper_prefetch) {
