@@ -26,7 +26,7 @@ fi; \
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 
-.PHONY: help setup build test demo wheel bench asan format lint clean
+.PHONY: help setup build test demo wheel bench asan fuzz format lint clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -56,6 +56,9 @@ asan: setup ## run the C++ tests under the address and undefined-behaviour sanit
 	@$(call cmake_build,asan,build-asan)
 	@ctest --preset asan
 
+fuzz: ## feed strangers' files to the readers of inventories and safetensors for a minute each (needs clang)
+	@tools/fuzz
+
 format: ## rewrite the C++ files in the house style
 	@git ls-files '*.h' '*.cpp' | xargs clang-format -i
 
@@ -64,4 +67,4 @@ lint: setup ## check format, layers and spelling, and clang-tidy on what changed
 	@tools/lint
 
 clean: ## remove the build folders; the Python environment stays
-	rm -rf build build-release build-asan build-lint build-wheel dist
+	rm -rf build build-release build-asan build-fuzz build-lint build-wheel dist
