@@ -202,14 +202,16 @@ class Drafter {
       ids.push_back(i);
       tensors.push_back({search_extent(param), param.block, param.restart, detail::num_blocks(param)});
     }
+    const std::vector<Draft::Uniform> alone{std::move(single)};
+    const Index cost_of_one = cost_of(alone, {});
     detail::PartitionSearch search(tensors, options_);
     const auto consider = [&](detail::Partition found) {
       draft.is_exact = found.is_exact;
       std::vector<Draft::Uniform> segments = lay_out_segments(found, ids);
       for (int& i : found.ragged) i = ids[at(i)];
       // The one segment in module order is exact where the search may have been thinned out.
-      if (cost_of({single}, {}) <= cost_of(segments, found.ragged)) {
-        draft.uniform = {single};
+      if (cost_of_one <= cost_of(segments, found.ragged)) {
+        draft.uniform = alone;
         draft.ragged.clear();
         return;
       }
