@@ -57,7 +57,7 @@ def test_owners_of_ragged_tails_take_turns():
     def body():
         ours = subject()
         model = seeded(lambda: TinyLM(layers=5))
-        shard(model, model.blocks, planning=_split(2), shard_policy=ours.rows(5), mesh=mesh())
+        shard(model, model.blocks, planning=_split(3), shard_policy=ours.rows(5), mesh=mesh())
         model(tokens(29, 2, 7)).sum().backward()
         firsts = set()
         for state in model._get_fsdp_state().tree:
@@ -68,7 +68,7 @@ def test_owners_of_ragged_tails_take_turns():
         assert len(firsts) > 1
         return [full(p.grad).shape for p in model.parameters()]
 
-    threads(4, body)
+    threads(7, body)
 
 
 def test_stock_collectives_take_one_segment():
