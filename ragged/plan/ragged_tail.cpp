@@ -50,6 +50,37 @@ Index lightest_window(const std::vector<bool>& is_free, std::span<const Index> l
   return best;
 }
 
+// All tensors side by side, from rank 0 or up to the last, in the order that leaves the most loaded
+// rank the least.
+std::vector<Index> side_by_side(
+    std::span<const TailTensor> tensors, const std::vector<Index>& blocks, Index world_size,
+    std::span<const Index> loads) {
+  constexpr int kMaxOrders = 120;
+  std::vector<std::size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  const Index total = std::accumulate(blocks.begin(), blocks.end(), Index{0});
+  std::vector<Index> best;
+  Index best_load = 0;
+  int num_orders = 0;
+  do {
+    for (const Index offset : {Index{0}, world_size - total}) {
+      std::vector<Index> first(tensors.size());
+      Index rank = offset;
+      Index largest = 0;
+      for (std::size_t t : order) {
+        first[t] = rank;
+        for (Index i = 0; i < blocks[t]; ++i, ++rank) {
+          largest = std::max(largest, (loads.empty() ? 0 : loads[at(rank)]) + tensors[t].param->block);
+        }
+      }
+      if (!best.empty() && largest >= best_load) continue;
+      best = std::move(first);
+      best_load = largest;
+    }
+  } while (++num_orders < kMaxOrders && std::next_permutation(order.begin(), order.end()));
+  return best;
+}
+
 // The first rank of every tensor, one rank a block. There are no more blocks than ranks.
 std::vector<Index> first_ranks(
     std::span<const TailTensor> tensors, const std::vector<Index>& blocks, Index world_size, Index first_owner,
@@ -64,14 +95,8 @@ std::vector<Index> first_ranks(
   std::vector<bool> is_free(at(world_size), true);
   for (std::size_t t : order) {
     const Index first = lightest_window(is_free, loads, blocks[t], first_owner);
-    if (first < 0) {  // free ranks lie too scattered: side by side all find room
-      Index next = 0;
-      for (std::size_t i = 0; i < tensors.size(); ++i) {
-        result[i] = next;
-        next += blocks[i];
-      }
-      return result;
-    }
+    // What is free lies too scattered.
+    if (first < 0) return side_by_side(tensors, blocks, world_size, loads);
     result[t] = first;
     std::fill_n(is_free.begin() + first, blocks[t], false);
   }
