@@ -179,6 +179,34 @@ plan::PlanStrategy parse_strategy(const std::string& text) {
   return plan::PlanStrategy::kPaper;
 }
 
+// A plan without tensors, process groups or devices: (JSON, text, report).
+std::tuple<std::string, std::string, py::dict> plan_bucket(
+    const ParamArgs& params, int world_size, Index element_bytes, plan::PlanOptions options) {
+  options.world_size = world_size;
+  options.collective_unit = options.start_alignment = fsdp::collective_unit(element_bytes);
+  std::vector<plan::ParamSpec> specs;
+  for (std::size_t i = 0; i < params.names.size(); ++i) {
+    specs.push_back(fsdp::param_spec(
+        {.name = params.names[i], .shape = params.shapes[i], .requires_grad = params.requires_grad[i]},
+        params.blocks[i] ? std::optional(parse_block(*params.blocks[i])) : std::nullopt, options.collective_unit));
+  }
+  plan::PlanReport report;
+  const plan::BucketPlan plan = plan::plan_bucket(specs, options, &report);
+  py::dict numbers;
+  numbers["numel"] = report.numel;
+  numbers["image"] = report.image;
+  numbers["padding"] = report.padding();
+  numbers["uniform_only"] = report.uniform_only;
+  numbers["bound"] = report.bound;
+  numbers["uniform_segments"] = report.num_uniform_segments;
+  numbers["ragged_segments"] = report.num_ragged_segments;
+  numbers["ragged_blocks"] = report.ragged_blocks;
+  Index largest = 0;
+  for (int rank = 0; rank < world_size; ++rank) largest = std::max(largest, plan.local_numel(rank));
+  numbers["largest_shard"] = largest;
+  return {plan::to_json(plan), plan::to_string(plan), numbers};
+}
+
 void bind_planning(py::module_& module) {
   py::class_<plan::PlanOptions>(module, "PlanOptions")
       .def(
@@ -195,6 +223,18 @@ void bind_planning(py::module_& module) {
           }),
           py::arg("strategy"), py::arg("max_uniform_segments"), py::arg("max_ragged_blocks"), py::arg("segment_cost"),
           py::arg("ragged_segment_cost"), py::arg("ragged_block_cost"));
+  module.def(
+      "plan_bucket",
+      [](std::vector<std::string> names, std::vector<std::vector<Index>> shapes, std::vector<bool> trainable,
+         std::vector<std::optional<std::tuple<std::string, Index, Index>>> blocks, int world_size, Index element_bytes,
+         const plan::PlanOptions& options) {
+        return plan_bucket(
+            {std::move(names), std::move(shapes), std::move(trainable), std::move(blocks)}, world_size, element_bytes,
+            options);
+      },
+      "(JSON, text, numbers) of a bucket's plan; `element_bytes` of the narrowest dtype that travels.",
+      py::arg("names"), py::arg("shapes"), py::arg("trainable"), py::arg("blocks"), py::arg("world_size"),
+      py::arg("element_bytes"), py::arg("options"));
 }
 
 void bind_group(py::module_& module) {

@@ -206,6 +206,17 @@ class PlanOptions:
         ragged_block_cost: int,
     ) -> None: ...
 
+def plan_bucket(
+    names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    trainable: Sequence[bool],
+    blocks: Sequence[tuple[str, int, int] | None],
+    world_size: int,
+    element_bytes: int,
+    options: PlanOptions,
+) -> tuple[str, str, dict[str, int]]:
+    """(JSON, text, numbers) of a bucket's plan; `element_bytes` of the narrowest dtype that travels."""
+
 class RuntimeUnit:
     """What one fully_shard call took."""
 

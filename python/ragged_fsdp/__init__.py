@@ -26,6 +26,7 @@ from ragged_fsdp.install import install, uninstall  # noqa: E402
 from ragged_fsdp.mesh import DataParallelMeshDims  # noqa: E402
 from ragged_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard  # noqa: E402
+from ragged_fsdp.plan import ModelPlan, UnitPlan, plan  # noqa: E402
 from ragged_fsdp.planning import Planning  # noqa: E402
 from ragged_fsdp.state_dict import set_model_state_dict, set_optimizer_state_dict  # noqa: E402
 from ragged_fsdp.summary import forecast, reset_peaks, stats, summary  # noqa: E402
@@ -41,12 +42,14 @@ __all__ = [
     "FSDPModule",
     "InvalidArgument",
     "MixedPrecisionPolicy",
+    "ModelPlan",
     "OffloadPolicy",
     "Planning",
     "RaggedError",
     "RaggedShard",
     "RaggedTensor",
     "StridedRaggedShard",
+    "UnitPlan",
     "UnshardHandle",
     "clip_grad_norm_",
     "distribute_tensor",
@@ -55,6 +58,7 @@ __all__ = [
     "fully_shard",
     "initial_values",
     "install",
+    "plan",
     "redistribute",
     "register_fsdp_forward_method",
     "reset_peaks",

@@ -10,18 +10,6 @@ namespace {
 
 constexpr Index kUnitBytes = 16;  // collectives and kernels like 16-byte borders (paper.md, "NCCL alignment")
 
-plan::ParamSpec param_spec(const ParamInfo& info, const std::optional<plan::Block>& asked, Index unit) {
-  plan::ParamSpec spec;
-  spec.name = info.name;
-  spec.shape = info.shape;
-  spec.trainable = info.requires_grad;
-  const plan::Block block = asked ? *asked : plan::elements(std::max<Index>(1, std::min(unit, spec.numel())));
-  const plan::BlockExtent extent = plan::block_extent(block, spec.shape, info.name);
-  spec.block = extent.block;
-  spec.restart = extent.restart;
-  return spec;
-}
-
 ParamGroupSpec dtypes_of(
     std::span<const ParamInfo> params, const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
   ParamGroupSpec spec;
@@ -33,6 +21,22 @@ ParamGroupSpec dtypes_of(
 }
 
 }  // namespace
+
+Index collective_unit(Index element_bytes) {
+  return std::max<Index>(1, kUnitBytes / element_bytes);
+}
+
+plan::ParamSpec param_spec(const ParamInfo& info, const std::optional<plan::Block>& asked, Index unit) {
+  plan::ParamSpec spec;
+  spec.name = info.name;
+  spec.shape = info.shape;
+  spec.trainable = info.requires_grad;
+  const plan::Block block = asked ? *asked : plan::elements(std::max<Index>(1, std::min(unit, spec.numel())));
+  const plan::BlockExtent extent = plan::block_extent(block, spec.shape, info.name);
+  spec.block = extent.block;
+  spec.restart = extent.restart;
+  return spec;
+}
 
 ParamGroupSpec plan_front_group(
     std::span<const ParamInfo> params, const comm::MeshGroups& groups, const MixedPrecision& mixed_precision) {
@@ -58,7 +62,7 @@ ParamGroupSpec plan_group(
   ParamGroupSpec spec = dtypes_of(params, groups, mixed_precision);
   const Index narrowest =
       static_cast<Index>(std::min(c10::elementSize(spec.param_dtype), c10::elementSize(spec.reduce_dtype)));
-  const Index unit = std::max<Index>(1, kUnitBytes / narrowest);
+  const Index unit = collective_unit(narrowest);
   std::vector<plan::ParamSpec> specs;
   for (std::size_t i = 0; i < params.size(); ++i) {
     RAGGED_CHECK(

@@ -9,6 +9,12 @@
 
 namespace ragged::fsdp {
 
+/// Elements of 16 bytes in a dtype of so many: what shards and starts are multiples of.
+Index collective_unit(Index element_bytes);
+/// A parameter as the planner takes it; `asked` none: a block of one unit. Throws InvalidArgument for a block that
+/// doesn't fit, naming the parameter.
+plan::ParamSpec param_spec(const ParamInfo& info, const std::optional<plan::Block>& asked, Index unit);
+
 /// Plans a group for parameters of one dtype, `params[0].dtype`; `blocks[i]` none: 16 bytes. Moves groups.next_owner
 /// on. Throws InvalidArgument, naming the parameter, for dtypes that differ or a block that doesn't fit. The result
 /// lacks leaves.

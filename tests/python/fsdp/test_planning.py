@@ -90,3 +90,32 @@ def test_nonsense_is_refused(wrong):
             ours.fully_shard(seeded(lambda: stack(1, 5)), planning=ours.Planning(**wrong))
 
     threads(2, body)
+
+
+def test_plan_of_a_module_is_what_fully_shard_makes():
+    ours = subject()
+    with torch.device("meta"):
+        told = ours.plan(TinyLM(layers=3), 3, shard_policy=ours.rows(5), dtype=torch.float32)
+
+    def body():
+        model = seeded(lambda: TinyLM(layers=3))
+        shard(model, model.blocks, shard_policy=ours.rows(5))
+        model._get_fsdp_state().lazy_init()
+        return {s.name: s.groups[0].core.image_numel for s in model._get_fsdp_state().tree if s.groups}
+
+    (made, *_) = threads(3, body)
+    assert {unit.name: unit.image for unit in told.units} == {name or "(root)": numel for name, numel in made.items()}
+    assert told.numel == sum(p.numel() for p in TinyLM(layers=3).parameters())
+    assert 0 <= told.lower_bound <= told.padding
+    assert "over 3 ranks" in str(told) and told.units[0].layout["world_size"] == 3
+
+
+def test_plan_needs_no_ranks_and_refuses_nonsense():
+    ours = subject()
+    model = stack(2, 5)
+    assert ours.plan(model, 1024).units[0].name == "(root)"
+    assert len(ours.plan(model, 7, units=list(model)).units) == 2
+    with pytest.raises(ValueError, match="world size"):
+        ours.plan(model, 0)
+    with pytest.raises(ValueError, match="up.weight"):
+        ours.plan(model, 2, units=list(model), shard_policy=lambda name, param: ours.rows(1000) if "up.weight" in name else None)
