@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include "ragged/layout/box.h"
 #include "ragged/plan/planner.h"
 #include "ragged/sim/peers.h"
 #include "ragged/sim/text.h"
@@ -63,6 +64,28 @@ Index count_cut_blocks(const BucketPlan& plan) {
     }
   }
   return cut;
+}
+
+Index count_boxes(const BucketPlan& plan) {
+  Index count = 0;
+  for (const Segment& segment : plan.segments) {
+    for (const int param : segment.params) {
+      const layout::Interval whole = plan.image_interval(param);
+      if (whole.empty()) continue;
+      std::size_t first = 0;
+      std::size_t end = segment.owners.size();
+      if (segment.kind == SegmentKind::kUniform) {  // only the ranks that have some of it
+        first = static_cast<std::size_t>((whole.begin - segment.image_offset) / segment.shard_size);
+        end = static_cast<std::size_t>((whole.end - 1 - segment.image_offset) / segment.shard_size) + 1;
+      }
+      for (std::size_t rank = first; rank < end; ++rank) {
+        const layout::Interval own = intersect(whole, segment.owners[rank]);
+        if (own.empty()) continue;
+        count += static_cast<Index>(layout::boxes(plan.params[at(param)].shape, own.shifted(-whole.begin)).size());
+      }
+    }
+  }
+  return count;
 }
 
 // Units of a kind are alike but for a remainder when layers are merged.
@@ -192,6 +215,8 @@ ModelPlan plan_model(const Model& source, const LayoutRequest& request) {
   }
   for (UnitKind& kind : model.kinds) {
     kind.blocks_cut = count_cut_blocks(kind.plan);
+    kind.boxes = request.with_bounds ? count_boxes(kind.plan) : 0;
+    model.boxes += kind.count * kind.boxes;
     model.padding += kind.count * kind.plan.padding();
     model.blocks_cut += kind.count * kind.blocks_cut;
     model.collectives += kind.count * kind.collectives();

@@ -31,6 +31,7 @@ struct UnitKind {
   plan::PlanReport report{};  // with_bounds only
   Index numel = 0;
   Index blocks_cut = 0;  // counted, not presumed
+  Index boxes = 0;       // n-dimensional boxes that all ranks together would write into a checkpoint
 
   /// Collectives of one gather: one a segment that has elements.
   int collectives() const;
@@ -49,6 +50,7 @@ struct ModelPlan {
   Index packing_bound = 0;  // of that with equal shards alone
   Index uniform_only = 0;   // the least reached with equal shards alone
   Index blocks_cut = 0;
+  Index boxes = 0;
   int collectives = 0;        // of one gather of everything
   double seconds = 0;         // that planning took
   std::vector<Index> load{};  // rank -> elements of its shards, padding included

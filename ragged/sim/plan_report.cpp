@@ -86,6 +86,7 @@ nlohmann::ordered_json unit_json(const UnitKind& kind) {
       {"uniform_only", fraction(kind.report.uniform_only - kind.numel, kind.numel)},
       {"blocks_cut", kind.blocks_cut},
       {"collectives", kind.collectives()},
+      {"boxes", kind.boxes},
       {"segments", std::move(segments)}};
 }
 
@@ -151,6 +152,7 @@ std::string plan_text(const ModelPlan& plan, bool colour, bool with_time) {
   text += fmt::format(
       "largest rank over the mean: {:.4f}; packing bound of equal shards: {}\n", plan.largest_over_mean(),
       percent_text(plan.fraction(plan.packing_bound)));
+  text += fmt::format("boxes in a checkpoint: {}\n", grouped(plan.boxes));
   if (with_time) text += fmt::format("planned in {}\n", seconds_text(plan.seconds));
   if (!plan.remarks.empty()) text += "\n";
   for (const std::string& remark : plan.remarks) text += fmt::format("note: {}\n", remark);
@@ -196,6 +198,7 @@ std::string plan_json(const ModelPlan& plan, const std::vector<EngineLayout>& en
       {"uniform_only", plan.fraction(plan.uniform_only)},
       {"blocks_cut", plan.blocks_cut},
       {"collectives", plan.collectives},
+      {"boxes", plan.boxes},
       {"largest_over_mean", plan.largest_over_mean()},
       {"seconds", plan.seconds},
       {"bytes_per_rank",

@@ -454,7 +454,7 @@ std::vector<std::string> advice(const ModelPlan& plan, const StepRequest& reques
   other = request;
   if (request.reduce_bytes > 2) {
     other.reduce_bytes = 2;
-    try_with("reducing in bf16", other);
+    try_with("--reduce-dtype bf16", other);
   }
   other = request;
   if (request.optimizer == Optimizer::kAdamW) {

@@ -178,6 +178,13 @@ class Tuner {
       reasons.push_back(fmt::format(
           "nothing fits: the least is {} where {} may be taken; take more ranks, fewer --tokens, or a smaller model",
           bytes_text(best.memory), bytes_text(result_.memory)));
+      StepRequest step = request_.step;
+      step.replicas = best.replicas;
+      step.optimizer = best.optimizer;
+      step.reshard_after_forward = best.reshard_after_forward;
+      step.prefetch = best.prefetch;
+      const ModelPlan& plan = planned(best.shard, best.rows, best.layers_per_bucket);
+      for (std::string& line : advice(plan, step, simulate_step(plan, step))) reasons.push_back(std::move(line));
       return;
     }
     const ModelPlan& whole = planned(request_.ranks, request_.policy.rows, 1);

@@ -58,6 +58,16 @@ TEST(ModelPlan, a_remainder_of_merged_layers_is_a_kind_of_its_own) {
   EXPECT_EQ(plan.kinds.size(), 3u);
 }
 
+TEST(ModelPlan, boxes_are_counted_over_all_ranks) {
+  // Whole rows are one box a rank; six rows that must stay together are one in all.
+  Model model;
+  model.inventory = plan::inventory_from_json(
+      R"({"format": 1, "name": "m", "units": [{"name": "u", "params": [{"name": "w", "shape": [6, 6]}]}]})");
+  EXPECT_EQ(plan_model(model, {.ranks = 1}).boxes, 1);
+  EXPECT_EQ(plan_model(model, {.ranks = 2, .collective_unit = 2}).boxes, 2);
+  EXPECT_EQ(plan_model(model, {.ranks = 6, .policy = {.rows = 6}}).boxes, 1);
+}
+
 TEST(ModelPlan, one_rank_needs_no_padding_worth_the_name) {
   EXPECT_LT(planned("gpt2-124m", 1).padding_fraction(), 1e-6);
 }
