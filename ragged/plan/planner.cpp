@@ -12,6 +12,8 @@
 namespace ragged::plan {
 namespace {
 
+constexpr int kMaxUniformSegments = 16;
+constexpr Index kMaxRaggedBlocks = Index{1} << 20;
 constexpr Index kMaxCost = Index{1} << 40;  // keeps sums far from overflow
 
 std::size_t at(int i) {
@@ -56,11 +58,11 @@ void check(const PlanOptions& options) {
       "[plan] Expected a start alignment that divides the collective unit {}, but got {}.", options.collective_unit,
       options.start_alignment);
   RAGGED_CHECK(
-      options.max_uniform_segments >= 1, "[plan] Expected at least 1 uniform segment, but got {}.",
-      options.max_uniform_segments);
+      options.max_uniform_segments >= 1 && options.max_uniform_segments <= kMaxUniformSegments,
+      "[plan] Expected 1 to {} uniform segments, but got {}.", kMaxUniformSegments, options.max_uniform_segments);
   RAGGED_CHECK(
-      options.max_ragged_blocks >= 0, "[plan] Expected a limit of at least 0 ragged blocks, but got {}.",
-      options.max_ragged_blocks);
+      options.max_ragged_blocks >= 0 && options.max_ragged_blocks <= kMaxRaggedBlocks,
+      "[plan] Expected a limit of 0 to {} ragged blocks, but got {}.", kMaxRaggedBlocks, options.max_ragged_blocks);
   RAGGED_CHECK(
       options.first_owner >= 0 && options.first_owner < options.world_size,
       "[plan] Expected a first owner in [0, {}), but got {}.", options.world_size, options.first_owner);

@@ -301,6 +301,37 @@ TEST(Partition, hands_tails_to_the_ranks_in_turn) {
   EXPECT_EQ(plan_bucket(params, options).owned(1, 0), (Interval{0, 91}));
 }
 
+TEST(Partition, is_refused_by_the_checker_once_a_border_moves) {
+  const std::vector<ParamSpec> params{
+      {.name = "w", .shape = {70, 10}, .block = 10}, {.name = "x", .shape = {3, 91}, .block = 91}};
+  const PlanOptions options{.world_size = 7, .collective_unit = 1, .start_alignment = 1, .cost = {1, 1, 1}};
+  const BucketPlan plan = plan_bucket(params, options);
+  ASSERT_EQ(plan.segments.size(), 2u);
+  ASSERT_EQ(plan.segments[1].kind, SegmentKind::kRagged);
+  int num_borders = 0;
+  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
+    for (int rank = 0; rank + 1 < plan.world_size; ++rank) {
+      const std::vector<Interval>& owners = plan.segments[s].owners;
+      if (owners[at(rank)].empty() || owners[at(rank)].end != owners[at(rank + 1)].begin) continue;
+      for (const Index by : {-1, 1, 5}) {
+        BucketPlan moved = plan;
+        moved.segments[s].owners[at(rank)].end += by;
+        moved.segments[s].owners[at(rank + 1)].begin += by;
+        EXPECT_THROW(validate(moved), InvalidArgument) << "segment " << s << ", rank " << rank << ", by " << by;
+      }
+      ++num_borders;
+    }
+  }
+  EXPECT_EQ(num_borders, 6 + 2);
+  BucketPlan descending = plan;
+  std::vector<Interval>& owners = descending.segments[1].owners;
+  std::ranges::reverse(owners);
+  EXPECT_INVALID(validate(descending), "owners in ascending order");
+  BucketPlan elsewhere = plan;
+  std::swap(elsewhere.segments[0], elsewhere.segments[1]);
+  EXPECT_THROW(validate(elsewhere), InvalidArgument);
+}
+
 TEST(Partition, gives_every_rank_its_share_where_blocks_outnumber_ranks) {
   const std::vector<ParamSpec> params{{.name = "a", .shape = {9, 5}, .block = 5}, {.name = "b", .shape = {2, 5}}};
   PlanOptions options{.world_size = 3, .collective_unit = 1, .start_alignment = 1, .cost = {100, 0, 0}};
@@ -345,8 +376,8 @@ TEST(Partition, takes_buckets_of_very_many_tensors) {
 
 TEST(Partition, refuses_bad_options) {
   const std::vector<ParamSpec> params{{.name = "w", .shape = {4}}};
-  EXPECT_INVALID(plan_bucket(params, {.max_uniform_segments = 0}), "at least 1 uniform segment, but got 0");
-  EXPECT_INVALID(plan_bucket(params, {.max_ragged_blocks = -1}), "at least 0 ragged blocks, but got -1");
+  EXPECT_INVALID(plan_bucket(params, {.max_uniform_segments = 0}), "1 to 16 uniform segments, but got 0");
+  EXPECT_INVALID(plan_bucket(params, {.max_ragged_blocks = -1}), "a limit of 0 to 1048576 ragged blocks, but got -1");
   EXPECT_INVALID(plan_bucket(params, {.world_size = 2, .first_owner = 2}), "a first owner in [0, 2), but got 2");
   EXPECT_INVALID(plan_bucket(params, {.cost = {-1, 0, 0}}), "costs of 0 to");
 }

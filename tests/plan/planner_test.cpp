@@ -194,7 +194,9 @@ TEST(Planner, each_parameter_evenly_is_what_chunk_makes_of_rows) {
         const Index begin = std::min(rows, each * rank) * columns;
         const Index end = std::min(rows, each * (rank + 1)) * columns;
         for (const int param : {0, 1}) EXPECT_EQ(plan.owned(param, rank).size(), end - begin) << rows << "/" << world;
-        if (end > begin) EXPECT_EQ(plan.owned(1, rank), (Interval{begin, end}));
+        if (end > begin) {
+          EXPECT_EQ(plan.owned(1, rank), (Interval{begin, end}));
+        }
       }
       EXPECT_EQ(plan.num_trainable_segments(), 1);
     }
