@@ -332,13 +332,18 @@ void PartitionSearch::for_each_part(std::size_t whole, Visit visit) const {
   }
 }
 
-void PartitionSearch::join_states() {
-  for (std::size_t k = 1; k < size_index(options_.max_uniform_segments); ++k) {
+void PartitionSearch::join_states(Index budget, Index max_ragged_blocks) {
+  const std::size_t all = states_.size() - 1;
+  const auto num_layers = size_index(options_.max_uniform_segments);
+  for (std::size_t k = 1; k < num_layers; ++k) {
     const std::vector<Index>& once = cost_[0];
     const std::vector<Index>& before = cost_[k - 1];
     std::vector<Index>& now = cost_[k];
     now = before;
-    for (std::size_t whole = 1; whole < states_.size(); ++whole) {
+    for (std::size_t whole = 1; whole <= all; ++whole) {
+      if (states_[whole].at_least + states_[all - whole].at_least >= budget) continue;
+      // The last layer is only asked for what a tail may leave.
+      if (k + 1 == num_layers && states_[all - whole].ragged_blocks > max_ragged_blocks) continue;
       for_each_part(
           whole, [&](std::size_t part) { now[whole] = std::min(now[whole], once[part] + before[whole - part]); });
     }
@@ -357,7 +362,7 @@ bool PartitionSearch::try_budget(Index budget, Index max_ragged_blocks, Partitio
     const Index shard = evaluate(states_[i], cutoff);
     if (shard < cutoff) cost_[0][i] = shard * options_.world_size + segment_cost;
   }
-  join_states();
+  join_states(budget, max_ragged_blocks);
   Index best = budget;
   std::size_t best_tail = states_.size();
   for (std::size_t tail = 0; tail < states_.size(); ++tail) {

@@ -78,7 +78,7 @@ class PartitionSearch {
   void fill_least(Index max_ragged_blocks, Index block_cost);
   Index evaluate(State& state, Index cutoff);
   bool try_budget(Index budget, Index max_ragged_blocks, Partition& partition);
-  void join_states();
+  void join_states(Index budget, Index max_ragged_blocks);
   Index ragged_cost(const State& state) const;
   Partition reconstruct(std::size_t uniform, std::size_t ragged) const;
   template <class Visit>

@@ -315,15 +315,15 @@ void add_ragged(BucketPlan& plan, const std::vector<int>& params, bool trainable
 }
 
 BucketPlan build(
-    const BucketDraft& draft, std::span<const ParamSpec> params, const PlanOptions& options, int first_owner,
+    const BucketDraft& draft, std::vector<ParamSpec> params, const PlanOptions& options, int first_owner,
     Loads& loads) {
   BucketPlan plan{
       .world_size = options.world_size,
       .collective_unit = options.collective_unit,
       .start_alignment = options.start_alignment,
-      .params = {params.begin(), params.end()},
       .starts = std::vector<Index>(params.size(), 0),
       .lower_bound = draft.report.uniform_bound};
+  plan.params = std::move(params);
   bool trainable = true;
   for (const Draft& side : draft.sides) {
     for (const Draft::Uniform& uniform : side.uniform) add_uniform(plan, uniform, trainable);
@@ -367,10 +367,10 @@ std::vector<Index> shape_key(std::span<const ParamSpec> params) {
 
 BucketPlan plan_bucket(std::span<const ParamSpec> params, const PlanOptions& options, PlanReport* report) {
   check(options);
-  const std::vector<ParamSpec> checked = checked_params(params, options);
+  std::vector<ParamSpec> checked = checked_params(params, options);
   const BucketDraft draft = draft_bucket(checked, options, report != nullptr);
   Loads loads(at(options.world_size), 0);
-  BucketPlan plan = build(draft, checked, options, options.first_owner, loads);
+  BucketPlan plan = build(draft, std::move(checked), options, options.first_owner, loads);
   if (report != nullptr) {
     *report = draft.report;
     report->image = plan.image_numel();
@@ -413,11 +413,11 @@ std::vector<BucketPlan> plan_buckets(
   Index first_owner = options.first_owner;
   Loads loads(at(options.world_size), 0);
   for (const std::vector<ParamSpec>& bucket : buckets) {
-    const std::vector<ParamSpec> checked = checked_params(bucket, options);
+    std::vector<ParamSpec> checked = checked_params(bucket, options);
     const auto [found, is_new] = drafts.try_emplace(shape_key(checked));
     BucketDraft& draft = found->second;
     if (is_new) draft = draft_bucket(checked, options, reports != nullptr);
-    plans.push_back(build(draft, checked, options, static_cast<int>(first_owner), loads));
+    plans.push_back(build(draft, std::move(checked), options, static_cast<int>(first_owner), loads));
     first_owner = (first_owner + draft.report.ragged_blocks) % options.world_size;
     if (reports != nullptr) {
       reports->push_back(draft.report);
