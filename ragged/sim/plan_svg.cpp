@@ -22,7 +22,7 @@ constexpr double kBar = kWidth - 2 * kLeft;
 constexpr double kBarHeight = 34;
 constexpr double kRowHeight = 92;
 constexpr double kTop = 78;
-constexpr Index kMostBorders = 256;  // more would be a grey area
+constexpr double kBorderGap = 4;  // borders nearer than this would be a grey area
 constexpr const char* kPadding = "#d62728";
 
 struct Role {
@@ -61,11 +61,12 @@ class Bar {
       draw_borders(segment);
       const double x = x_of(segment.image_offset);
       if (segment.image_offset > 0) svg_.line(x, y_ - 7, x, y_ + kBarHeight + 7, "#000", 2);
-      if (segment.kind == SegmentKind::kUniform) {
-        svg_.text(x + 2, y_ + kBarHeight + 18, fmt::format("S = {}", grouped(segment.shard_size)), "s");
-      } else {
-        svg_.text(x + 2, y_ - 4, fmt::format("ragged: {} tensors", segment.params.size()), "s");
-      }
+      const bool is_uniform = segment.kind == SegmentKind::kUniform;
+      const std::string label = is_uniform ? fmt::format("S = {}", grouped(segment.shard_size))
+                                           : fmt::format("ragged: {}", segment.params.size());
+      // Ragged parts are labelled above, for they are narrow and last.
+      const double room = kWidth - 5.6 * static_cast<double>(label.size());
+      svg_.text(std::min(x + 2, room), is_uniform ? y_ + kBarHeight + 18 : y_ - 8, label, "s");
     }
   }
 
@@ -103,13 +104,14 @@ class Bar {
   }
 
   void draw_borders(const Segment& segment) {
-    const auto ranks = static_cast<Index>(segment.owners.size());
-    const Index every = ceil_div(ranks, kMostBorders);
     std::string path;
-    for (Index rank = every; rank < ranks; rank += every) {
-      const layout::Interval& owner = segment.owners[static_cast<std::size_t>(rank)];
-      if (owner.empty()) continue;
-      path += fmt::format("M{:.5g} {:.5g}v{:.0f}", x_of(owner.begin), y_ - 3, kBarHeight + 6);
+    double last = x_of(segment.image_offset);
+    const double end = x_of(segment.image_offset + segment.numel);
+    for (const layout::Interval& owner : segment.owners) {
+      const double x = x_of(owner.begin);
+      if (owner.empty() || x - last < kBorderGap || end - x < kBorderGap / 2) continue;
+      path += fmt::format("M{:.5g} {:.5g}v{:.0f}", x, y_ - 3, kBarHeight + 6);
+      last = x;
     }
     if (!path.empty()) svg_.path(path, "none", "#000", 0.4);
   }
@@ -138,11 +140,7 @@ std::string plan_svg(const ModelPlan& plan) {
   };
   for (const Role& role : kRoles) legend(role.name, role.colour);
   legend("padding", kPadding);
-  const Index every = ceil_div(Index{plan.request.ranks}, kMostBorders);
-  svg.text(
-      x, 46,
-      every == 1 ? "thin lines: borders between ranks"
-                 : fmt::format("thin lines: every {}th border between ranks", every));
+  svg.text(x, 46, "thin lines: borders between ranks, as many as there is room for");
   double y = kTop;
   for (const UnitKind& kind : plan.kinds) {
     svg.text(

@@ -18,7 +18,8 @@ constexpr double kPlot = kWidth - kLeft - kRight;
 constexpr double kTop = 64;
 constexpr double kHeight = 260;
 constexpr double kLane = 30;
-constexpr int kColumns = 280;  // the curve's highest value in each is drawn: peaks stay
+constexpr std::size_t kMostTitles = 200;  // of spans, shown where the pointer is: they make up most of a file
+constexpr int kColumns = 280;             // the curve's highest value in each is drawn: peaks stay
 
 constexpr std::string_view kColours[] = {"#4c78a8", "#9d7bb0", "#54a24b", "#f2a541", "#e45756", "#72b7b2"};
 
@@ -82,13 +83,14 @@ void draw_memory(Svg& svg, const StepRequest& request, const StepResult& result)
 
 void draw_lane(Svg& svg, const StepResult& result, Lane lane, double y) {
   svg.text(4, y + kLane / 2 + 4, lane == Lane::kCompute ? "compute" : "network");
+  const bool is_short = result.spans.size() <= kMostTitles;
   for (const StepSpan& span : result.spans) {
     if (span.lane != lane) continue;
     const double x = kLeft + kPlot * span.begin / result.seconds;
     const double width = kPlot * (span.end - span.begin) / result.seconds;
     svg.rect(
         x, y, std::max(0.3, width - 0.4), kLane, colour_of(span),
-        fmt::format("{}: {}", span.name, seconds_text(span.end - span.begin)));
+        is_short ? fmt::format("{}: {}", span.name, seconds_text(span.end - span.begin)) : "");
   }
 }
 
