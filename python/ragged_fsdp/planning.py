@@ -21,9 +21,9 @@ class Planning:
     strategy: Literal["auto", "single", "paper"] = "auto"
     max_uniform_segments: int = 3
     max_ragged_blocks: int = 64
-    segment_cost: int = 65536
-    ragged_segment_cost: int = 65536
-    ragged_block_cost: int = 4096
+    segment_cost: int = 32768
+    ragged_segment_cost: int = 32768
+    ragged_block_cost: int = 512
 
     def to_core(self) -> Any:
         """As the extension takes it. Raises InvalidArgument for an unknown strategy."""
