@@ -166,7 +166,8 @@ def sensitivity(ragged):
         "as assumed": {}, "half the network between nodes": {"network_bandwidth": 25e9},
         "half the links within a node": {"node_bandwidth": 225e9}, "90 % of every link": {"bandwidth_efficiency": 0.9},
         "50 % of every link": {"bandwidth_efficiency": 0.5}, "40 % of peak FLOP/s": {"flops_efficiency": 0.4},
-        "60 % of peak FLOP/s": {"flops_efficiency": 0.6}, "ten times the latencies": {"latency": 2e-4, "hop_latency": 3e-5}}
+        "60 % of peak FLOP/s": {"flops_efficiency": 0.6},
+        "ten times the latencies": {"latency": 2e-4, "hop_latency": 3e-5}}
     rows = []
     for text, change in changes.items():
         file = HERE / "figures" / "device.tmp.json"

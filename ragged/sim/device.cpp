@@ -9,12 +9,14 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include "ragged/plan/json_reader.h"
 #include "ragged/sim/model_source.h"
 
 namespace ragged::sim {
 namespace {
 
 constexpr std::uint64_t kMaxFile = 1 << 20;
+constexpr int kMaxDepth = 4;
 
 std::vector<Device> presets() {
   const Device h100;
@@ -87,7 +89,12 @@ Device load_device(const std::string& source) {
 }
 
 Device device_from_json(std::string_view text, std::string_view source) {
-  const nlohmann::ordered_json json = nlohmann::ordered_json::parse(text, nullptr, false);
+  nlohmann::ordered_json json;
+  try {
+    json = plan::detail::parse_json(text, kMaxDepth, "device");
+  } catch (const InvalidArgument& error) {
+    RAGGED_CHECK(false, "{} (file '{}')", error.what(), source);
+  }
   RAGGED_CHECK(json.is_object(), "[device] Expected a JSON object, but got something else ('{}').", source);
   const bool has_base = json.contains("base") && json["base"].is_string();
   Device device = preset(has_base ? json["base"].get<std::string>() : Device{}.name);

@@ -11,6 +11,8 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include "ragged/plan/json_reader.h"
+
 namespace ragged::sim {
 namespace {
 
@@ -20,6 +22,7 @@ using plan::InventoryTensor;
 using plan::InventoryUnit;
 
 constexpr std::uint64_t kMaxInventory = 64 << 20;
+constexpr int kMaxConfigDepth = 32;
 
 std::size_t edits(std::string_view a, std::string_view b) {
   std::vector<std::size_t> row(b.size() + 1);
@@ -172,9 +175,14 @@ std::string nearest(std::string_view word, std::span<const std::string> candidat
 }
 
 ModelFacts facts_from_json(std::string_view text) {
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  nlohmann::ordered_json json;
+  try {
+    json = plan::detail::parse_json(text, kMaxConfigDepth, "model");
+  } catch (const InvalidArgument&) {
+    return {};  // what isn't known is left out of the estimate
+  }
   if (!json.is_object()) return {};
-  const nlohmann::json& config = json.contains("config") && json["config"].is_object() ? json["config"] : json;
+  const nlohmann::ordered_json& config = json.contains("config") && json["config"].is_object() ? json["config"] : json;
   const auto number = [&](std::initializer_list<const char*> names) -> Index {
     for (const char* name : names) {
       if (!config.contains(name) || !config[name].is_number_integer()) continue;

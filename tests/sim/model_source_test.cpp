@@ -93,6 +93,13 @@ TEST(ModelSource, a_folder_of_weights_will_do) {
   EXPECT_EQ(model.facts.experts_per_token, 2);
 }
 
+TEST(ModelSource, a_config_that_is_none_tells_nothing) {
+  EXPECT_EQ(facts_from_json("{"), ModelFacts{});
+  EXPECT_EQ(facts_from_json("[]"), ModelFacts{});
+  EXPECT_EQ(facts_from_json(std::string(100000, '[')), ModelFacts{});
+  EXPECT_EQ(facts_from_json(R"({"num_heads": -3, "experts_per_token": "two"})"), ModelFacts{});
+}
+
 TEST(ModelSource, nearest_gives_up_far_away) {
   EXPECT_EQ(nearest("xyz", std::vector<std::string>{"completely-different"}), "");
   EXPECT_EQ(nearest("mixtral", std::vector<std::string>{"mistral", "mixtral-8x7b"}), "mixtral-8x7b");

@@ -216,6 +216,7 @@ TEST(Device, files_and_their_faults) {
   EXPECT_EQ(mine.ranks_per_node, 4);
   EXPECT_EQ(mine.flops, load_device("a100").flops);
   EXPECT_INVALID(device_from_json("[", "x.json"), "x.json");
+  EXPECT_INVALID(device_from_json(R"({"flops": )" + std::string(5000, '[') + "}", "x.json"), "x.json");
   EXPECT_INVALID(device_from_json(R"({"flop": 3})", "x.json"), "Did you mean 'flops'?");
   EXPECT_INVALID(device_from_json(R"({"flops": -3})", "x.json"), "positive");
   EXPECT_INVALID(device_from_json(R"({"flops": "fast"})", "x.json"), "positive");
