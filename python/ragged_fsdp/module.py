@@ -205,6 +205,15 @@ class FSDPModule(_TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Accepted: a unit's reduction always has the same size, with zeros for parameters that a rank didn't use."""
 
+    def set_static_use(self, static_use: bool) -> None:
+        """Ours alone. True: in each step every rank uses the same of this tree's parameters, so that ranks needn't tell each other which ones have
+        a gradient (one small all-reduce a backward), and gradients of what this rank didn't use stay None. On the root."""
+        state = self._get_fsdp_state()
+        if state._is_root is False:
+            raise RuntimeError("set_static_use must be called on the root FSDP module")
+        state.static_use = static_use
+        state.push_settings()
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Accepted from 1 up: at most one reduction and one that is being filled are alive."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):

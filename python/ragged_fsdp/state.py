@@ -46,6 +46,7 @@ class RaggedState(_State):
         self.backward_prefetch: list[RaggedState] = []
         self.unshard_in_backward = True
         self.manual_finalization = False
+        self.static_use = False
         self.post_optim_event: Any = None
         self._to_run: set[nn.Module] = set()  # modules of a list that this forward hasn't run yet
         self._is_root: bool | None = None
@@ -173,6 +174,7 @@ class RaggedState(_State):
         self.runtime.set_unshard_in_backward(self.index, self.unshard_in_backward)
         if self._is_root:
             self.runtime.is_last_backward = not self.manual_finalization
+            self.runtime.set_static_use(self.static_use)
 
     # ---- by hand ----
 

@@ -57,6 +57,25 @@ def test_step_is_as_forecast_over_gloo():
     processes(2, _step_as_forecast, 2, MixedPrecisionPolicy(), None)
 
 
+def _all_reduces(static_use):
+    ours = subject()
+    model = shard(m := seeded(lambda: stack(2, 5)), m)
+    model.set_static_use(static_use)
+    counts = []
+    for step in range(3):
+        before = ours.stats(model)["all_reduces"]
+        model(randn(2, 5, step=step)).square().sum().backward()
+        counts.append(ours.stats(model)["all_reduces"] - before)
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+    return counts[1:]
+
+
+@pytest.mark.parametrize("static_use", [True, False])
+def test_used_flags_are_one_all_reduce_a_backward_or_none(static_use):
+    assert threads(2, _all_reduces, static_use) == [[0 if static_use else 1] * 2] * 2
+
+
 def test_gradient_memory_comes_back_with_the_next_forward():
     def body():
         ours = subject()
