@@ -26,6 +26,8 @@ from harness import (
 
 def train(model, reference, loss_of, steps=6, lr=1e-2, optimizer=torch.optim.SGD, tolerance=2e-6, **options):
     """Steps both models; loss, gradients and parameters agree at each. loss_of(model, step, rank)."""
+    # Ranks that are threads share torch's generator, and recomputation sets its state: not while another rank still builds.
+    dist.barrier()
     mine = optimizer(model.parameters(), lr=lr, **options)
     other = optimizer(reference.parameters(), lr=lr, **options)
     for step in range(steps):
