@@ -1,22 +1,13 @@
 #include "output.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <system_error>
 
-#include <unistd.h>
-
 #include "ragged/base/error.h"
 
 namespace ragged::cli {
-
-bool stdout_has_colour() {
-  const char* no_color = std::getenv("NO_COLOR");
-  const char* term = std::getenv("TERM");
-  return isatty(STDOUT_FILENO) == 1 && !(no_color && *no_color) && term && std::string_view(term) != "dumb";
-}
 
 void print(std::string_view text) {
   std::fwrite(text.data(), 1, text.size(), stdout);

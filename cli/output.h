@@ -6,9 +6,6 @@
 
 namespace ragged::cli {
 
-/// Whether a person looks at standard output and hasn't asked for no colours (NO_COLOR).
-bool stdout_has_colour();
-
 void print(std::string_view text);
 
 /// Throws InvalidArgument where it can't.

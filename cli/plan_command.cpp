@@ -1,6 +1,7 @@
 #include "plan_command.h"
 
 #include "output.h"
+#include "ragged/base/text.h"
 #include "ragged/sim/plan_report.h"
 
 namespace ragged::cli {

@@ -2,6 +2,7 @@
 
 #include "output.h"
 #include "ragged/base/dtype.h"
+#include "ragged/base/text.h"
 #include "ragged/sim/step_report.h"
 
 namespace ragged::cli {

@@ -1,6 +1,7 @@
 #include "tune_command.h"
 
 #include "output.h"
+#include "ragged/base/text.h"
 #include "ragged/sim/text.h"
 #include "ragged/sim/tune.h"
 

@@ -183,9 +183,9 @@ void Runtime::pre_forward(int index, const TensorRefs& inputs) {
   if (record_) open.call = record_->begin_call(index, needs_backward(index, inputs));
   order_.push_back(index);
   open_.push_back(open);  // from here on the unit is open, whatever fails
-  for (const auto& group : u.groups) group->unshard();
+  unshard(index);
   prefetch_forward(index);
-  for (const auto& group : u.groups) group->wait_for_unshard();
+  wait_for_unshard(index);
   mark_call(open_.back(), inputs);
 }
 
@@ -221,8 +221,8 @@ void Runtime::begin_recomputation(int index, const TensorRefs& inputs) {
   }
   open.stays = open.reached || !unit(index).is_sharded();  // gathered ahead by the list, which won't do it twice
   open_.push_back(open);
-  for (const auto& group : unit(index).groups) group->unshard();
-  for (const auto& group : unit(index).groups) group->wait_for_unshard();
+  unshard(index);
+  wait_for_unshard(index);
   if (!open.reached) mark_call(open_.back(), inputs);
 }
 
@@ -231,7 +231,7 @@ void Runtime::begin_recomputation(int index, const TensorRefs& inputs) {
 void Runtime::prefetch_forward(int index) {
   const auto gather = [&](int other) {
     if (!unit(other).is_sharded()) return;
-    for (const auto& group : unit(other).groups) group->unshard();
+    unshard(other);
     gathered_ahead_.push_back(other);
   };
   for (const int other : unit(index).forward_prefetch) gather(other);
@@ -278,8 +278,7 @@ void Runtime::end_forward() {
   // Gathered ahead and not run after all, or kept for modules of the unit that didn't run.
   for (const std::vector<int>* units : {&gathered_ahead_, &order_}) {
     for (const int index : *units) {
-      if (!unit(index).reshards_after_forward() || unit(index).is_sharded()) continue;
-      for (const auto& group : unit(index).groups) group->reshard();
+      if (unit(index).reshards_after_forward() && !unit(index).is_sharded()) reshard(index);
     }
   }
 }
@@ -290,8 +289,7 @@ void Runtime::abort_forward(int index) noexcept {
     while (!open_.empty() && open_.back().unit != index) drop_open_call();
     if (open_.empty()) return;
     drop_open_call();
-    if (!unit(index).reshards_after_forward()) return;
-    for (const auto& group : unit(index).groups) group->reshard();
+    if (unit(index).reshards_after_forward()) reshard(index);
   } catch (...) {  // NOLINT(bugprone-empty-catch): the exception that unwinds us is the one to report
   }
 }

@@ -76,20 +76,17 @@ void Runtime::gradient_ready(int index, int group_index, int param) {
 void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
   while (record.cursor < target) {
     const Issue issue = record.list.issues[static_cast<std::size_t>(record.cursor++)];
-    const RuntimeUnit& u = unit(issue.unit);
     switch (issue.kind) {
       case IssueKind::kGather:
-        for (const auto& group : u.groups) {
-          if (!skip_gathers) group->unshard();
-        }
+        if (!skip_gathers) unshard(issue.unit);
         break;
       case IssueKind::kReshard:
-        for (const auto& group : u.groups) group->reshard();
+        reshard(issue.unit);
         break;
       case IssueKind::kReduce:
         --pending_reductions_[static_cast<std::size_t>(issue.unit)];
         unreduced_[static_cast<std::size_t>(issue.unit)] = true;
-        if (u.groups.front()->requires_gradient_sync) issue_reduction(issue.unit);
+        if (unit(issue.unit).groups.front()->requires_gradient_sync) issue_reduction(issue.unit);
         break;
     }
   }

@@ -67,7 +67,9 @@ class StableHash {
   std::uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
-std::string_view name(SegmentKind kind) {
+}  // namespace
+
+std::string_view to_string(SegmentKind kind) {
   switch (kind) {
     case SegmentKind::kUniform:
       return "uniform";
@@ -78,8 +80,6 @@ std::string_view name(SegmentKind kind) {
   }
   return "unknown";
 }
-
-}  // namespace
 
 Index BucketPlan::image_numel() const {
   return image_numel(static_cast<int>(segments.size()));
@@ -225,7 +225,7 @@ std::string to_string(const BucketPlan& plan) {
       plan.world_size, plan.params.size(), plan.segments.size(), plan.image_numel(), plan.padding(), plan.lower_bound);
   for (const Segment& segment : plan.segments) {
     text += fmt::format(
-        "{} {} segment [{}, {}), shard {}\n", segment.trainable ? "trainable" : "frozen", name(segment.kind),
+        "{} {} segment [{}, {}), shard {}\n", segment.trainable ? "trainable" : "frozen", to_string(segment.kind),
         segment.image_offset, segment.image_offset + segment.numel, segment.shard_size);
     for (int i : segment.params) {
       const ParamSpec& param = plan.params[at(i)];

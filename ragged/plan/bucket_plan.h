@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ragged/layout/interval.h"
@@ -40,6 +41,9 @@ struct ParamSpec {
 };
 
 enum class SegmentKind { kUniform, kRagged, kOpaque };
+
+/// "uniform", "ragged" or "opaque".
+std::string_view to_string(SegmentKind kind);
 
 struct Segment {
   SegmentKind kind = SegmentKind::kUniform;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <set>
 
@@ -11,6 +10,7 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include "ragged/base/text.h"
 #include "ragged/plan/json_reader.h"
 
 namespace ragged::sim {
@@ -23,21 +23,6 @@ using plan::InventoryUnit;
 
 constexpr std::uint64_t kMaxInventory = 64 << 20;
 constexpr int kMaxConfigDepth = 32;
-
-std::size_t edits(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t above = row[j];
-      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0 : 1)});
-      diagonal = above;
-    }
-  }
-  return row[b.size()];
-}
 
 bool has(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
@@ -165,7 +150,7 @@ std::string nearest(std::string_view word, std::span<const std::string> candidat
   for (const std::string& candidate : candidates) {
     // A beginning ("llama-3-8" or "gpt-oss-120b") is nearer than its length says.
     const bool begins = !word.empty() && candidate.starts_with(word);
-    const std::size_t distance = begins ? 0 : edits(word, candidate);
+    const std::size_t distance = begins ? 0 : edit_distance(word, candidate);
     if (distance < fewest) {
       fewest = distance;
       best = candidate;

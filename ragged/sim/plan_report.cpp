@@ -18,18 +18,6 @@ double fraction(Index part, Index whole) {
   return whole == 0 ? 0.0 : static_cast<double>(part) / static_cast<double>(whole);
 }
 
-const char* kind_name(SegmentKind kind) {
-  switch (kind) {
-    case SegmentKind::kUniform:
-      return "uniform";
-    case SegmentKind::kRagged:
-      return "ragged";
-    case SegmentKind::kOpaque:
-      return "opaque";
-  }
-  return "?";
-}
-
 // "3 + 12 ragged tensors": uniform segments, and how much left them.
 std::string segments_text(const UnitKind& kind) {
   int uniform = 0;
@@ -69,7 +57,7 @@ nlohmann::ordered_json unit_json(const UnitKind& kind) {
   nlohmann::ordered_json segments = nlohmann::ordered_json::array();
   for (const Segment& segment : kind.plan.segments) {
     segments.push_back(
-        {{"kind", kind_name(segment.kind)},
+        {{"kind", to_string(segment.kind)},
          {"shard_size", segment.shard_size},
          {"numel", segment.numel},
          {"tensors", segment.params.size()}});

@@ -6,11 +6,10 @@
 #include <vector>
 
 #include "ragged/base/math.h"
+#include "ragged/base/text.h"
 
 namespace ragged::sim {
 
-/// "1,234,567".
-std::string grouped(Index value);
 /// "57.3 GiB".
 std::string bytes_text(double bytes);
 /// "12.3 ms".

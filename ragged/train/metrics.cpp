@@ -1,35 +1,13 @@
 #include "ragged/train/metrics.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <utility>
 
 #include <fmt/format.h>
-#include <unistd.h>
+
+#include "ragged/base/text.h"
 
 namespace ragged::train {
-namespace {
-
-// Colour only where a person looks at it and hasn't asked for none (no-color.org).
-bool stdout_has_colour() {
-  const char* no_color = std::getenv("NO_COLOR");
-  const char* term = std::getenv("TERM");
-  return isatty(STDOUT_FILENO) == 1 && !(no_color && *no_color) && term && std::string_view(term) != "dumb";
-}
-
-// "1,234,567": the table is there to compare, so every byte is shown.
-std::string grouped(Index value) {
-  const std::string digits = fmt::format("{}", value);
-  std::string text;
-  for (std::size_t i = 0; i < digits.size(); ++i) {
-    if (i > 0 && (digits.size() - i) % 3 == 0 && digits[i - 1] != '-') text += ',';
-    text += digits[i];
-  }
-  return text;
-}
-
-}  // namespace
-
 std::string format_bytes(Index bytes) {
   constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   auto value = static_cast<double>(bytes);
