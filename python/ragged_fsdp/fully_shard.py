@@ -69,7 +69,7 @@ def fully_shard(
     state.offload_policy = offload_policy
     state.reshard_after_forward, small = _checked_reshard(reshard_after_forward, data)
     ignored = set(ignored_params or ())
-    managed = _managed_modules(modules, state)
+    managed = _managed_modules(modules)
     params = collect(modules, managed, ignored, state)
     _move_to_device(managed, ignored, data.device)
     if dp_mesh_dims is not None and (plain := [param.name for param in params if param.spec is None]):
@@ -101,7 +101,7 @@ def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in dict.fromkeys(modules) if module not in inside]
 
 
-def _managed_modules(modules: tuple[nn.Module, ...], own: RaggedState) -> list[nn.Module]:
+def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
     """All modules below that belong to this unit: not those that an earlier call took, with what is below them."""
     found: dict[nn.Module, None] = {}
 

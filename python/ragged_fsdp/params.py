@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp import _C, blocks, extensions
-from ragged_fsdp.mesh import DataMesh, names
+from ragged_fsdp.mesh import DataMesh, names, resolve_mesh
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.planning import Planning
 from ragged_fsdp.redistribute import make_spec
@@ -49,7 +49,7 @@ class ManagedParam:
     @property
     def ragged(self) -> RaggedShard:
         """The placement over the shard dim."""
-        return next(placement for placement in self.sharded.placements if isinstance(placement, RaggedShard))  # type: ignore[attr-defined]
+        return self.sharded.ragged[1]  # type: ignore[attr-defined]
 
     @property
     def registered(self) -> nn.Parameter:
@@ -190,12 +190,7 @@ def _placement_result(result: Any, param: ManagedParam, mesh: DataMesh) -> tuple
         )
     if info.mesh == mesh.mesh:
         return result.placement, mesh
-    from ragged_fsdp.mesh import resolve_mesh
-
-    known = mesh.__dict__.setdefault("_others", {})
-    if info.mesh not in known:
-        known[info.mesh] = resolve_mesh(info.mesh, None, None)
-    return result.placement, known[info.mesh]
+    return result.placement, resolve_mesh(info.mesh, None, None)
 
 
 def _dtypes(param: nn.Parameter, policy: MixedPrecisionPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry  # noqa: F401  (same contract as torch's own fully_shard)
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 

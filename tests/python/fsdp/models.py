@@ -72,6 +72,18 @@ def next_token_loss(model, ids):
     return F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Adapted(nn.Module):
+    """A frozen linear beside a trained one of rank 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
 class TwoHeads(nn.Module):
     """Two linears over one input: both outputs returned, or only the first used."""
 

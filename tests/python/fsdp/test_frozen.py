@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import stack
+from models import Adapted, stack
 from test_training import train
 from torch import nn
 
@@ -108,15 +108,6 @@ def test_frozen_embedding_below_trained_layers():
 
 
 def test_low_rank_adapters_beside_a_frozen_weight():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-            self.base.requires_grad_(False)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
     def body():
         build = lambda: nn.Sequential(*[Adapted() for _ in range(3)])
         model = seeded(build)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import MLP, TinyLM, next_token_loss, stack
+from models import MLP, Adapted, TinyLM, next_token_loss, stack
 from test_training import train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -261,16 +261,6 @@ def test_small_updates_survive_with_fp32_masters():
 
 
 # --- frozen parameters --------------------------------------------------------------------------------------------
-
-
-class Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        self.base.requires_grad_(False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
 
 
 def test_adapters_and_frozen_weight_in_one_unit():
