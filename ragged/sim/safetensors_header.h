@@ -22,7 +22,7 @@ struct StoredTensor {
 /// Tensors in the order of their bytes. `start` is the file's beginning with at least its header, `file_bytes` the
 /// whole file's size. Throws InvalidArgument that names `source` for anything that isn't a safetensors file: a header
 /// longer than the file (or than 100 MB, the format's own limit), bad JSON, names that occur twice, shapes that don't
-/// fill their bytes, bytes that overlap or end before or behind the file's end.
+/// fill their bytes, bytes that overlap, leave holes or end before or behind the file's end.
 std::vector<StoredTensor> parse_safetensors(std::string_view start, std::uint64_t file_bytes, std::string_view source);
 
 /// The same from a file; reads its header only. Throws InvalidArgument where there is no such file.

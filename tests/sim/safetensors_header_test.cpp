@@ -78,6 +78,12 @@ TEST(SafetensorsHeader, damaged_headers_are_named) {
       "overlaps");
   EXPECT_INVALID(
       parse(
+          R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[1],"data_offsets":[5,6]}})",
+          6),
+      "1 unused bytes before 'b'");
+  EXPECT_INVALID(parse(R"({"__metadata__":{"a":1}})", 0), "__metadata__.a");
+  EXPECT_INVALID(
+      parse(
           R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})",
           8),
       "'a' twice");
