@@ -1,0 +1,134 @@
+// One Muon step over pieces of matrices, for any front: which ranks hold what is given as plain intervals, parameters
+// and states come with each step. It knows nothing of units, modules or policies (see muon.h), and keeps nothing
+// between steps but its plan and buffers.
+//
+// [Note: one step]
+// By bucket: the momentum is updated on the shard, and what is to be orthogonalised goes in the wire dtype straight
+// into the send buffer; one all-to-all takes it to the matrices' roots; these orthogonalise whole matrices
+// (newton_schulz.h); one all-to-all takes the results back; decay and update happen on the shard. Momentum never
+// leaves its shard. Matrices that one rank holds whole are computed there, while the others travel. A bucket of
+// nothing else, and a group of one, communicate nothing but go the same way, so the result doesn't depend on how many
+// ranks there are: bit for bit, given equal gradients.
+//
+// Muon: Jordan et al., 2024; scale "match_rms_adamw": Moonlight (arXiv 2502.16982); one root a matrix: veScale-FSDP
+// (arXiv 2602.22437), Algorithm 2; NorMuon: arXiv 2510.05491; 8-bit momentum: arXiv 2509.23106.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "ragged/comm/communicator.h"
+#include "ragged/layout/interval.h"
+#include "ragged/optim/newton_schulz.h"
+#include "ragged/optim/optimizer.h"
+
+namespace ragged::optim {
+
+/// Length of the update of an m x n matrix: sqrt(max(1, m / n)), or 0.2 sqrt(max(m, n)), which lets Muon share learning
+/// rate and decay with AdamW.
+enum class MuonScale { kOriginal, kMatchRmsAdamW };
+/// Throws InvalidArgument unless `name` is "original" or "match_rms_adamw".
+MuonScale muon_scale(std::string_view name);
+std::string_view to_string(MuonScale scale);
+double muon_scale_factor(MuonScale scale, Index rows, Index cols);
+
+/// What the replicas of a hybrid mesh do with the matrices that all of them hold: each computes all of them, or they
+/// divide them and exchange the results, by one more collective a bucket.
+enum class MuonReplicas { kRepeat, kShare };
+
+/// The arithmetic; the same on all ranks.
+struct MuonMath {
+  double momentum = 0.95;  // of the moving average: M += (1 - momentum) (G - M)
+  bool nesterov = true;
+  MuonScale scale = MuonScale::kOriginal;
+  NewtonSchulzOptions newton_schulz{};
+  /// What travels, and so what Newton-Schulz sees, in a group of one too: bf16 or fp32.
+  at::ScalarType wire_dtype = at::kBFloat16;
+  /// NorMuon: rows of the update are divided by the root of a moving average of their mean square, and the whole is
+  /// scaled back to the norm it had.
+  bool normalise_rows = false;
+  double row_beta = 0.95;
+  double row_eps = 1e-10;
+};
+
+struct MuonMovement {
+  MuonReplicas replicas = MuonReplicas::kRepeat;
+  /// Buckets on the wire around the one that computes; 0 runs one after another. Each takes buffers of its size.
+  int buckets_in_flight = 2;
+};
+
+/// A parameter as all ranks see it.
+struct MuonParam {
+  std::string name;
+  std::vector<Index> shape;            // global; the last two dims are matrices, those before them stack
+  std::vector<layout::Interval> held;  // by rank of the shard group: its row-major elements, ascending; may be empty
+  /// Fused projections: rows [begin, end) of each matrix are a matrix of their own. They tile the rows; none: one.
+  std::vector<layout::Interval> row_ranges{};
+  int bucket = 0;             // what travels together; buckets run in ascending order
+  bool flatten_rest = false;  // [out, ...] is one matrix of out rows (convolutions)
+};
+
+/// This rank's part of one parameter in one step: 1-D and contiguous, `held` elements, in place. Empty pieces must be
+/// given too.
+struct MuonPiece {
+  at::Tensor param;                // fp32, or another floating dtype through slower code
+  at::Tensor grad;                 // undefined: the parameter is untouched. All ranks must agree; see MuonPlan::step()
+  at::Tensor momentum;             // fp32 or bf16; int8 codes with momentum_scales
+  at::Tensor momentum_scales{};    // fp32, one a row held; a value is code * scale
+  at::Tensor row_second_moment{};  // fp32, row_interval().size(); with normalise_rows
+  double lr = 1e-3;
+  double weight_decay = 0.1;  // decoupled, before the update
+};
+
+/// One matrix of a plan, for tables and tests.
+struct MuonMatrix {
+  int param = 0;
+  Index rows = 0;
+  Index cols = 0;
+  Index offset = 0;      // of its first element in the parameter
+  int bucket = 0;        // position in the order of buckets
+  int root = 0;          // rank of the shard group
+  int replica = 0;       // rank of the replicate group that computes it; with kRepeat each does, and this is 0
+  bool is_local = true;  // the root holds all of it
+};
+
+class MuonPlan {
+ public:
+  /// The same arguments on all ranks. Throws InvalidArgument, before any communication and alike on all ranks, on a
+  /// parameter below two dims, intervals that don't cover it, row ranges that don't tile its rows, options out of
+  /// range. Collective, where a group has several ranks: they compare hash() once.
+  MuonPlan(
+      std::vector<MuonParam> params, const MuonMath& math, const MuonMovement& movement, comm::Communicator shard,
+      comm::Communicator replicate = {});
+  ~MuonPlan();
+  MuonPlan(MuonPlan&&) noexcept;
+  MuonPlan& operator=(MuonPlan&&) noexcept;
+
+  /// One step; `pieces` in the order of the parameters. Collective, without host synchronisation on a CUDA device:
+  /// over the shard group twice a bucket that has cut matrices, over the replicate group once a bucket with kShare.
+  /// Ranks must agree on which gradients are undefined, also of parameters that they hold nothing of: a rank that
+  /// leaves one out contributes zeros. With check_order (RAGGED_CHECK=1) a disagreement is a CommError on all ranks.
+  void step(std::span<const MuonPiece> pieces, const StepScale& scale = {});
+
+  const std::vector<MuonParam>& params() const;
+  const std::vector<MuonMatrix>& matrices() const;
+  int num_buckets() const;
+  /// Rows whose first element this rank holds, counted through the whole stack: those of row_second_moment.
+  layout::Interval row_interval(int param, int rank) const;
+  /// Newton-Schulz cost by rank of shard group x replicas (replica-major), in floating-point operations.
+  std::vector<double> loads() const;
+  std::uint64_t hash() const;
+  /// Memory held between steps, on this rank.
+  Index buffer_bytes() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ragged::optim
