@@ -51,6 +51,27 @@ Index bytes_of(std::span<const Segment> segments, const at::Tensor& image) {
   return numel * image.element_size();
 }
 
+void check_runs(
+    const char* what, const at::Tensor& tensor, std::span<const Index> counts, const GroupState& group,
+    std::string_view unit) {
+  RAGGED_CHECK(
+      tensor.dim() == 1 && tensor.is_contiguous(),
+      "[all_to_all] Expected a contiguous 1-D tensor to {}, but got {} dims (unit '{}', rank {} of {}).", what,
+      tensor.dim(), unit, group.rank, group.size);
+  Index sum = 0;
+  for (const Index count : counts) {
+    RAGGED_CHECK(
+        count >= 0, "[all_to_all] Expected counts to {} of at least 0, but got {} (unit '{}', rank {} of {}).", what,
+        count, unit, group.rank, group.size);
+    sum += count;
+  }
+  RAGGED_CHECK(
+      static_cast<int>(counts.size()) == group.size && sum == tensor.numel(),
+      "[all_to_all] Expected {} counts to {} that sum to {} elements, but got {} that sum to {} (unit '{}', rank {} of "
+      "{}).",
+      group.size, what, tensor.numel(), counts.size(), sum, unit, group.rank, group.size);
+}
+
 // Runs of ranks whose intervals ascend in the image without a gap: each is one uneven all-to-all. An ordinary segment
 // is one run; a ragged one that starts at a middle rank and goes round is two, and padding between owners makes one
 // more.
@@ -102,6 +123,9 @@ int Communicator::size() const {
 }
 bool Communicator::is_stock() const {
   return state_->options.collectives == Collectives::kStock;
+}
+bool Communicator::checks_order() const {
+  return state_->options.check_order;
 }
 c10::Device Communicator::device() const {
   return state_->device;
@@ -287,6 +311,40 @@ Work Communicator::broadcast(const at::Tensor& tensor, int root, std::string_vie
   });
   state_->traffic.other_bytes += static_cast<Index>(tensor.nbytes());
   ++state_->traffic.others;
+  return work;
+}
+
+Work Communicator::all_to_all(
+    const at::Tensor& send, const at::Tensor& receive, std::span<const Index> send_counts,
+    std::span<const Index> receive_counts, std::string_view unit) const {
+  check_runs("send", send, send_counts, *state_, unit);
+  check_runs("receive", receive, receive_counts, *state_, unit);
+  RAGGED_CHECK(
+      send.scalar_type() == receive.scalar_type(),
+      "[all_to_all] Expected tensors of one dtype, but got {} and {} (unit '{}').", c10::toString(send.scalar_type()),
+      c10::toString(receive.scalar_type()), unit);
+  BelowAutograd guard;
+  if (size() == 1) {
+    receive.copy_(send);
+    return {};
+  }
+  ProfilerRange range("ragged::all_to_all", unit);
+  state_->before("all_to_all", unit);
+  Work work(state_, "all_to_all", unit);
+  const Index element = send.element_size();
+  const auto bytes = [element](std::span<const Index> counts) {
+    std::vector<int64_t> scaled(counts.begin(), counts.end());
+    for (int64_t& count : scaled) count *= element;
+    return scaled;
+  };
+  work.add([&] {
+    return compat::all_to_all(
+        *state_->group, receive.view(at::kByte), send.view(at::kByte), bytes(receive_counts), bytes(send_counts),
+        within<c10d::AllToAllOptions>(state_->deadline));
+  });
+  const Index kept = send_counts[static_cast<std::size_t>(rank())];
+  state_->traffic.all_to_all_bytes += (send.numel() - kept) * element;
+  ++state_->traffic.all_to_alls;
   return work;
 }
 

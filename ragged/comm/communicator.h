@@ -57,6 +57,7 @@ class Communicator {
   int rank() const;
   int size() const;
   bool is_stock() const;
+  bool checks_order() const;
   c10::Device device() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
 
@@ -71,6 +72,12 @@ class Communicator {
   Work all_reduce_sum(const at::Tensor& tensor, std::string_view unit) const;
   Work all_reduce_max(const at::Tensor& tensor, std::string_view unit) const;
   Work broadcast(const at::Tensor& tensor, int root, std::string_view unit) const;
+  /// Rank k gets the k-th run of `send`, send_counts[k] elements, and its own goes to the k-th run of rank k's
+  /// `receive`. 1-D contiguous tensors of one dtype, any dtype: bytes travel. Counts may be zero; every rank takes
+  /// part. Throws InvalidArgument on counts that don't fit this rank's tensors.
+  Work all_to_all(
+      const at::Tensor& send, const at::Tensor& receive, std::span<const Index> send_counts,
+      std::span<const Index> receive_counts, std::string_view unit) const;
   void barrier() const;
 
   const Traffic& traffic() const;
