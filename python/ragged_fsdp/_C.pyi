@@ -59,6 +59,42 @@ def initial_values(kind: str, a: float, b: float, seed: int, name: str, begin: i
     """Elements [begin, end) of a parameter's initial values, 1-D float32, a function of (seed, name, element index).
     kind: constant (a), normal (mean a, deviation b), uniform in [a, b)."""
 
+# ---- optim.cpp ----
+
+_Rates = tuple[float, float, float, float, float, int]
+
+def adamw_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    images: Sequence[Tensor | None],
+    rates: Sequence[_Rates],
+    grad_scale: float,
+) -> None:
+    """One AdamW step of each piece, in place. rates: (lr, beta1, beta2, eps, weight decay, number of the step)."""
+
+def adamw8bit_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    images: Sequence[Tensor | None],
+    rates: Sequence[_Rates],
+    places: Sequence[tuple[Sequence[int], int, int]],
+    format: str,
+    grad_scale: float,
+) -> int:
+    """The same with moments in tiles. states: codes and scales of the first moment, then of the second; places: (shape,
+    begin, end) of the piece. Returns how many gradient elements weren't finite."""
+
+def zero_code(format: str, is_signed: bool) -> int:
+    """What a moment of zero is stored as."""
+
+def decode_tiles(
+    codes: Tensor, scales: Tensor, shape: Sequence[int], begin: int, end: int, format: str, is_signed: bool
+) -> Tensor:
+    """Moments as fp32, in the codes' shape, of elements [begin, end) of a parameter of this shape."""
+
 # ---- fsdp.cpp: groups ----
 
 class Communicator:

@@ -134,6 +134,17 @@ def _mesh_groups(mesh: DeviceMesh, shard: Any, replicate: Any, device: torch.dev
         return known[key]
 
 
+def communicator_of(mesh: DeviceMesh, dim: int, device: torch.device) -> Any:
+    """The communicator over one dim of a mesh, for tensors that lie on it; the one that fully_shard made, if it did."""
+    group = mesh.get_group(dim)
+    with _communicators_lock:
+        known = _communicators.get(group, {})
+        for stock in (False, True):
+            if (device, stock) in known:
+                return known[device, stock]
+    return _communicator(mesh, dim, device, os.environ.get("RAGGED_COLLECTIVES") == "stock")
+
+
 def _communicator(mesh: DeviceMesh, dim: int, device: torch.device, stock: bool) -> Any:
     group = mesh.get_group(dim)
     label = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else ("shard", "replicate")[dim == 0 and mesh.ndim == 2]

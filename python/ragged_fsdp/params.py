@@ -8,6 +8,7 @@ as long as the unit; the extension swaps them in the modules' dicts. Decides not
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from ragged_fsdp.tensor import RaggedTensor
 
 PlacementFn = Callable[[nn.Parameter], Any]
 _UNIT = "_ragged_fsdp_unit"  # on an original parameter: (weak reference to its state, its name there)
+_NUMBER = "_ragged_fsdp_unit_number"  # on a sharded parameter: equal for those that one unit gathers together
+_numbers = itertools.count()  # numbers differ between ranks; which parameters share one doesn't
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +74,7 @@ class ManagedGroup:
     holds_subclasses: bool = False  # values stay in tensor subclasses, which gather themselves (extensions.py)
     blocks: list[tuple[str, int, int] | None] = dataclasses.field(default_factory=list)
     core: Any = None  # _C.ParamGroup
+    number: int = dataclasses.field(default_factory=lambda: next(_numbers))
 
 
 def collect(modules: Sequence[nn.Module], managed: Iterable[nn.Module], ignored: set[nn.Parameter], state: Any) -> list[ManagedParam]:
@@ -118,6 +122,18 @@ def _check(param: nn.Parameter, name: str, state: Any) -> None:
             f"FSDP does not support non-contiguous parameters yet: param.shape={param.shape} param.stride()={param.stride()} (param '{name}'). "
             "Call contiguous() on it first."
         )
+
+
+def replaced_by_unit(param: torch.Tensor) -> str | None:
+    """For a parameter that a model no longer holds, because fully_shard (or a load with assign=True) put another in its place: that one's
+    name in the unit. None for any other."""
+    mark = getattr(param, _UNIT, None)
+    return None if mark is None else mark[1]
+
+
+def unit_number(param: torch.Tensor) -> int | None:
+    """A number that parameters of one unit (and dtype) share, None for a parameter that isn't fully_shard's. Its value says nothing."""
+    return getattr(param, _NUMBER, None)
 
 
 def make_groups(
@@ -175,6 +191,7 @@ def _replace_original(param: ManagedParam, state: Any) -> None:
         if name != _UNIT:
             setattr(param.sharded, name, value)
             setattr(param.unsharded, name, value)
+    setattr(param.sharded, _NUMBER, param.group.number)
     for module, attribute in param.places:
         module._parameters[attribute] = param.sharded
     setattr(original, _UNIT, (weakref.ref(state), param.name))
@@ -320,6 +337,9 @@ def reread(group: ManagedGroup, owned_elsewhere: Callable[[nn.Parameter], str | 
             current._local_tensor = group.core.master(param.index)  # type: ignore[attr-defined]
         else:
             missing = True
+        if current is not param.sharded:
+            setattr(param.sharded, _UNIT, (lambda: None, param.name))
+            setattr(current, _NUMBER, group.number)
         param.sharded = current
         for module, attribute in param.places:
             module._parameters[attribute] = current

@@ -102,8 +102,9 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_holds_the_package_and_nothing_else(wheel):
-    sources = [path for kind in ("*.py", "*.pyi", "py.typed") for path in (REPO / "python" / "ragged_fsdp").glob(kind)]
-    expected = {f"ragged_fsdp/{path.name}" for path in sources}
+    python = REPO / "python"
+    sources = [path for kind in ("*.py", "*.pyi", "py.typed") for path in (python / "ragged_fsdp").rglob(kind)]
+    expected = {str(path.relative_to(python)) for path in sources}
     expected |= {f"ragged_fsdp/_C{sysconfig.get_config_var('EXT_SUFFIX')}", "ragged_fsdp/built_with_torch.txt"}
     info = f"ragged_fsdp-{VERSION}.dist-info"
     expected |= {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
