@@ -1,5 +1,5 @@
-"""Optimizers that know how parameters are cut: AdamW, AdamW8bit and Muon as torch.optim.Optimizers over RaggedTensors, stock
-DTensors and plain tensors.
+"""Optimizers that know how parameters are cut: AdamW, AdamW8bit and Muon as torch.optim.Optimizers over RaggedTensors,
+stock DTensors and plain tensors.
 
     from ragged_fsdp import fully_shard
     from ragged_fsdp.optim import AdamW8bit, tile_rows

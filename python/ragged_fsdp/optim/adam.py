@@ -63,9 +63,9 @@ def new_state(
 
 
 class Masters:
-    """Keeps fp32 masters in step with their parameters: a parameter that somebody else wrote since the last step (a load of
-    model weights, an in-place change) gives its new values to its master, and keeps the master's bits where they round to
-    the parameter's."""
+    """Keeps fp32 masters in step with their parameters: a parameter that somebody else wrote since the last step (a
+    load of model weights, an in-place change) gives its new values to its master, and keeps the master's bits where
+    they round to the parameter's."""
 
     def __init__(self) -> None:
         self._versions: dict[torch.Tensor, int] = {}

@@ -13,15 +13,15 @@ from ragged_fsdp.optim.pieces import local_of
 
 
 class AdamW(ShardedOptimizer):
-    """AdamW (Loshchilov and Hutter, 2019) as torch.optim.AdamW has it: decoupled decay before the update. One pass reads
-    gradients and moments and writes parameters; given equal gradients the bits don't depend on how the parameter is cut. No
-    communication.
+    """AdamW (Loshchilov and Hutter, 2019) as torch.optim.AdamW has it: decoupled decay before the update. One pass
+    reads gradients and moments and writes parameters; given equal gradients the bits don't depend on how the parameter
+    is cut. No communication.
 
-    params: parameters, (name, parameter) pairs or groups of either; RaggedTensors, stock DTensors, plain tensors; float32,
-        bfloat16 or float16. Gradients have their dtype.
+    params: parameters, (name, parameter) pairs or groups of either; RaggedTensors, stock DTensors, plain tensors;
+        float32, bfloat16 or float16. Gradients have their dtype.
     state_dtype: of both moments, float32 or bfloat16, whatever the parameters have. Arithmetic is fp32.
-    master_weights: keep fp32 values of parameters in fewer bits, and write the parameter as their image in the same pass.
-        Without it such a parameter is rounded at each step and small updates are lost.
+    master_weights: keep fp32 values of parameters in fewer bits, and write the parameter as their image in the same
+        pass. Without it such a parameter is rounded at each step and small updates are lost.
     nonfinite: see ShardedOptimizer.
 
     States: step, exp_avg, exp_avg_sq as in torch.optim.AdamW, whose state dicts load too (float32 states), and master.

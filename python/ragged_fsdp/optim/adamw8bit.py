@@ -20,17 +20,17 @@ EMBEDDINGS = r"(^|\.)(embed\w*|tok_embeddings|wte|wpe)\."
 
 
 def tile_rows(name: str, param: torch.Tensor) -> blocks.Block | None:
-    """The shard_policy that AdamW8bit needs: `fully_shard(.., shard_policy=tile_rows)`. Strips of 32 rows of each matrix
-    stay on one rank (all rows of a matrix with fewer), so that no 32 x 32 tile is cut; parameters below 2-D as they
-    like."""
+    """The shard_policy that AdamW8bit needs: `fully_shard(.., shard_policy=tile_rows)`. Strips of 32 rows of each
+    matrix stay on one rank (all rows of a matrix with fewer), so that no 32 x 32 tile is cut; parameters below 2-D as
+    they like."""
     return blocks.rows(max(1, min(TILE, param.shape[-2]))) if param.ndim >= 2 else None
 
 
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit moments: uint8 codes that lie as the parameter does, and fp32 scales, one for each tile of 32 x 32
-    elements of a matrix (of each matrix of a stack). Moments are decoded, advanced and used in fp32, and encoded after the
-    update. Ranks own whole tiles, so the step needs no communication and its bits don't depend on how many ranks there
-    are: shard with `shard_policy=ragged_fsdp.optim.tile_rows`.
+    """AdamW with 8-bit moments: uint8 codes that lie as the parameter does, and fp32 scales, one for each tile of 32 x
+    32 elements of a matrix (of each matrix of a stack). Moments are decoded, advanced and used in fp32, and encoded
+    after the update. Ranks own whole tiles, so the step needs no communication and its bits don't depend on how many
+    ranks there are: shard with `shard_policy=ragged_fsdp.optim.tile_rows`.
 
     format: "power" (an element is a fixed power of its code: no table, and encoding twice changes nothing) or "dynamic"
         (the maps of Dettmers et al., arXiv 2110.02861, as bitsandbytes builds them).
@@ -38,14 +38,14 @@ class AdamW8bit(AdamW):
         model.named_parameters(). Rows of an embedding get gradients so unevenly that 8 bits lose their second moments.
         The default finds the usual names, and nothing where there are no names; None turns it off; one of your own that
         finds nothing raises.
-    state_format: an option of a parameter group: "fp32", "power" or "dynamic" for its parameters, whatever their names and
-        sizes.
-    Else a parameter is kept in 8 bits if it has two dims or more and at least 4096 elements, by its global shape, so that
-    neither ranks nor their number change the decision.
+    state_format: an option of a parameter group: "fp32", "power" or "dynamic" for its parameters, whatever their names
+        and sizes.
+    Else a parameter is kept in 8 bits if it has two dims or more and at least 4096 elements, by its global shape, so
+    that neither ranks nor their number change the decision.
 
     States: step, and exp_avg, exp_avg_sq where fp32, else exp_avg_codes, exp_avg_scales, exp_avg_sq_codes,
-    exp_avg_sq_scales. Checkpoints move codes as bytes. Raises InvalidArgument at construction, on all ranks alike, where a
-    rank's border cuts a tile. The other arguments are AdamW's.
+    exp_avg_sq_scales. Checkpoints move codes as bytes. Raises InvalidArgument at construction, on all ranks alike,
+    where a rank's border cuts a tile. The other arguments are AdamW's.
     """
 
     operation = "AdamW8bit"
@@ -77,8 +77,8 @@ class AdamW8bit(AdamW):
         ShardedOptimizer.__init__(self, params, defaults, nonfinite)
         if embeddings not in (None, EMBEDDINGS) and not self._found_embeddings:
             named = any("param_names" in group for group in self.param_groups)
-            refuse(self.operation, "a parameter whose name `embeddings` finds", f"none for {embeddings!r}",
-                   "Correct the expression." if named else "Pass model.named_parameters(), which has names.")  # fmt: skip
+            remedy = "Correct the expression." if named else "Pass model.named_parameters(), which has names."
+            refuse(self.operation, "a parameter whose name `embeddings` finds", f"none for {embeddings!r}", remedy)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         adam.check_options(self.operation, group)

@@ -2,8 +2,8 @@
 casts nothing, and the frame of a step. The arithmetic is C++ (ragged/optim); who does what is in the subclasses.
 
 [Note: states]
-A parameter's state is `self.state[p]`: tensors of the parameter's own placement and a 0-dim fp32 `step`. It is made when
-the optimizer is, on every rank and for empty pieces too, so that all ranks have the same keys and
+A parameter's state is `self.state[p]`: tensors of the parameter's own placement and a 0-dim fp32 `step`. It is made
+when the optimizer is, on every rank and for empty pieces too, so that all ranks have the same keys and
 torch.distributed.checkpoint, which loads in place, finds something to load into. A parameter that doesn't require a
 gradient has none until it does. Loading copies into these tensors: dtypes stay what the options say, and codes of 8-bit
 states are bytes that nobody decodes on the way.
@@ -29,8 +29,7 @@ from ragged_fsdp.tensor import distribute_tensor
 
 NONFINITE = ("ignore", "skip", "raise")
 # Of schedulers and torch's own; whatever begins with an underscore is the user's.
-_FOREIGN_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum",
-                    "name"}  # fmt: skip
+_FOREIGN_OPTIONS = set("params param_names name initial_lr max_lr min_lr swa_lr max_momentum base_momentum".split())
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ParamsT = Iterable[Any]
@@ -46,7 +45,7 @@ def refuse_switches(operation: str, foreach: bool | None, fused: bool | None, ca
     if capturable:
         refuse(operation, "capturable=False", True, "Step counts are read on the host: keep the step out of graphs.")
     if differentiable:
-        refuse(operation, "differentiable=False", True, "The step isn't recorded by autograd: use torch.optim for that.")
+        refuse(operation, "differentiable=False", True, "Autograd doesn't record the step: use torch.optim for that.")
     if amsgrad:
         refuse(operation, "amsgrad=False", True, "The fused step has no running maximum: use torch.optim.AdamW for it.")
 
@@ -55,8 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer over RaggedTensors, stock DTensors and plain tensors.
 
     nonfinite: what a step does about gradients with NaN or Inf on any rank. "ignore": nothing, no check. "skip": change
-    nothing and count it in `nonfinite_steps`. "raise": RaggedError, alike on all ranks, nothing changed. The last two cost
-    a pass over the gradients and one small all-reduce a step.
+    nothing and count it in `nonfinite_steps`. "raise": RaggedError, alike on all ranks, nothing changed. The last two
+    cost a pass over the gradients and one small all-reduce a step.
     """
 
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
@@ -137,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                    "Call model.to_empty(device=..) and initialise before the optimizer is built.", name)  # fmt: skip
         for placement in getattr(param, "placements", ()):
             if isinstance(placement, Partial) and not isinstance(placement, RaggedShard):
-                refuse(self.operation, "parameters without pending reductions", placement, "Redistribute it first.", name)
+                refuse(self.operation, "parameters without pending sums", placement, "Redistribute it first.", name)
 
     def _make_states(self, position: int) -> None:
         group = self.param_groups[position]
@@ -174,14 +173,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 grad = param.grad
                 if grad is None:
-                    # fully_shard made others out of parameters that an optimizer held before; those never see a gradient.
+                    # fully_shard made others out of parameters that were held before; these never see a gradient.
                     if replaced_by_unit(param) is not None:
                         _check_current(self.operation, param, self._names_of(position)[index])
                     continue
-                same = isinstance(grad, DTensor) == isinstance(param, DTensor) and (
-                    not isinstance(grad, DTensor) or grad._spec.placements == param._spec.placements  # type: ignore[attr-defined]
-                )
-                if grad.layout != torch.strided or not same:
+                if grad.layout != torch.strided or not _lie_alike(grad, param):
                     refuse(self.operation, "gradients that lie as their parameters do, dense",
                            f"{type(grad).__name__} {getattr(grad, 'placements', grad.layout)}",
                            "Redistribute the gradient to the parameter's placements.",
@@ -197,8 +193,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.nonfinite == "raise":
             here = f"{int(bad)} of this rank's" if int(bad) else "none of this rank's, but some of another's"
             raise _C.RaggedError(
-                f"[{self.operation}] Expected finite gradients, but got NaN or Inf in {here} gradients. Nothing was changed; "
-                "nonfinite='skip' leaves such steps out."
+                f"[{self.operation}] Expected finite gradients, but got NaN or Inf in {here} gradients. Nothing was "
+                "changed; nonfinite='skip' leaves such steps out."
             )
         return False
 
@@ -210,10 +206,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Copies the states into this optimizer's own tensors. Nothing is cast: a state of another dtype, shape or format
-        raises InvalidArgument, before anything is changed. States may be plain tensors of the global shape, or lie in any
-        way on the same mesh. A parameter that the state dict says nothing of begins anew, one that doesn't require a
-        gradient keeps what it has."""
+        """Copies the states into this optimizer's own tensors. Nothing is cast: a state of another dtype, shape or
+        format raises InvalidArgument, before anything is changed. States may be plain tensors of the global shape, or
+        lie in any way on the same mesh. A parameter that the state dict says nothing of begins anew, one that doesn't
+        require a gradient keeps what it has."""
         self._make_all_states()
         # torch's own casts states to the parameter's dtype, so it sees none; hooks still run, ours last.
         hook = self.register_load_state_dict_pre_hook(lambda optimizer, given: self._take(given))
@@ -292,6 +288,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state[key] = value
 
 
+def _lie_alike(grad: torch.Tensor, param: torch.Tensor) -> bool:
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        return grad._spec.placements == param._spec.placements
+    return not isinstance(grad, DTensor) and not isinstance(param, DTensor)
+
+
 def _check_current(operation: str, param: torch.Tensor, name: str) -> None:
     unit = replaced_by_unit(param)
     if unit is not None:
@@ -328,8 +330,8 @@ def count_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def agree_on_sum(value: torch.Tensor, params: Sequence[torch.Tensor]) -> float:
-    """The sum over all ranks that hold other pieces of these parameters; one all-reduce for each of their groups, one in
-    all on a 1-D mesh. Ranks give the same parameters."""
+    """The sum over all ranks that hold other pieces of these parameters; one all-reduce for each of their groups, one
+    in all on a 1-D mesh. Ranks give the same parameters."""
     groups: dict[dist.ProcessGroup, None] = {}
     for param in params:
         if isinstance(param, DTensor):

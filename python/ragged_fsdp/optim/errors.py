@@ -1,4 +1,5 @@
-"""How optimizers say that something is wrong: the operation, what was expected, what came, the parameter, the remedy."""
+"""How optimizers say that something is wrong: the operation, what was expected, what came, the parameter, the
+remedy."""
 
 from __future__ import annotations
 

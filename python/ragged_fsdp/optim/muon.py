@@ -1,6 +1,6 @@
-"""Muon over pieces of matrices: momentum stays on its shard, matrices visit one rank each to be orthogonalised, packed into
-one all-to-all there and one back for each unit. The step is C++ (ragged/optim/muon_plan.h); here are torch's interface,
-the groups, and the states.
+"""Muon over pieces of matrices: momentum stays on its shard, matrices visit one rank each to be orthogonalised, packed
+into one all-to-all there and one back for each unit. The step is C++ (ragged/optim/muon_plan.h); here are torch's
+interface, the groups, and the states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def muon_groups(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], adamw: str = NOT_MATRICES
 ) -> list[dict[str, Any]]:
     """Two groups for Muon: matrices and stacks of them; and, for AdamW, parameters below 2-D and those whose name the
-    regular expression `adamw` finds (embeddings, heads, routers, biases). Raises InvalidArgument where no matrix is left.
+    regular expression `adamw` finds (embeddings, heads, routers, biases). Raises InvalidArgument where no matrix is
+    left.
     """
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "algorithm": "adamw"}]
     for name, param in named_parameters:
@@ -57,26 +58,27 @@ class _Held:
 
 class Muon(ShardedOptimizer):
     """Muon (Jordan et al., 2024) as torch.optim.Muon has it, for sharded matrices, stacks of matrices and, in groups of
-    their own, fused ones: the update is the orthogonalised Nesterov momentum. Each matrix is orthogonalised whole on one
-    rank; what travels is packed into two all-to-alls a unit and step, made from a plan that construction works out. Given
-    equal gradients the bits don't depend on how many ranks there are.
+    their own, fused ones: the update is the orthogonalised Nesterov momentum. Each matrix is orthogonalised whole on
+    one rank; what travels is packed into two all-to-alls a unit and step, made from a plan that construction works out.
+    Given equal gradients the bits don't depend on how many ranks there are.
 
     params: groups with `algorithm="muon"` (the default) hold parameters of two dims and more, the last two being the
-        matrix; those with `algorithm="adamw"` hold the rest and get AdamW in the same step, with this optimizer's lr and
-        weight_decay unless they have their own. muon_groups() makes both from a model's named parameters.
+        matrix; those with `algorithm="adamw"` hold the rest and get AdamW in the same step, with this optimizer's lr
+        and weight_decay unless they have their own. muon_groups() makes both from a model's named parameters.
     ns_coefficients: a name ("keller", "you", "polar_express", "cushioned", "deepseek_v4") or Keller's (a, b, c).
     ns_steps: None is the set's own number.
     adjust_lr_fn: None and "original" scale updates by sqrt(max(1, rows / columns)), "match_rms_adamw" by
         0.2 sqrt(max(rows, columns)) (Moonlight), which shares lr and weight decay with AdamW.
-    eps: is there for torch's signature and has one value. Matrices are scaled by a power of two and normalised in fp32, so
-        that gradients of 1e-30 count as those of 1; zero gives zero.
+    eps: is there for torch's signature and has one value. Matrices are scaled by a power of two and normalised in fp32,
+        so that gradients of 1e-30 count as those of 1; zero gives zero.
     splits: of a group: rows of the matrices that each fused parameter in it is made of, as (q, k, v); each is
         orthogonalised by itself.
     flatten: of a group: [out, ...] is one matrix of `out` rows (convolutions).
     state_dtype: of the momentum and of AdamW's moments. wire_dtype, ns_dtype: what travels, and the operands of
         Newton-Schulz; float32 or bfloat16. With bfloat16 the update is off by some percent, as torch's is.
     master_weights, nonfinite: as in AdamW.
-    replicas: on hybrid meshes "repeat" computes each matrix in every replica, "share" divides them and exchanges results.
+    replicas: on hybrid meshes "repeat" computes each matrix in every replica, "share" divides them and exchanges
+        results.
     buckets_in_flight: units on the wire around the one that computes.
 
     step() is collective: ranks must agree on which parameters have gradients. States: momentum_buffer; and AdamW's.
@@ -107,8 +109,8 @@ class Muon(ShardedOptimizer):
         buckets_in_flight: int = 2,
     ) -> None:
         if eps != EPS:
-            refuse(self.operation, f"eps {EPS}", eps, "Matrices are scaled by a power of two before they are normalised, "
-                   "so there is nothing for it to do: leave it out.")  # fmt: skip
+            remedy = "Matrices are scaled by a power of two before they are normalised: there is nothing for it to do."
+            refuse(self.operation, f"eps {EPS}", eps, remedy)
         if replicas not in ("repeat", "share"):
             refuse(self.operation, "replicas 'repeat' or 'share'", repr(replicas), "Correct the option.")
         for name, dtype in (("wire_dtype", wire_dtype), ("ns_dtype", ns_dtype), ("state_dtype", state_dtype)):
@@ -209,18 +211,21 @@ class Muon(ShardedOptimizer):
         for index, (param, name) in enumerate(zip(group["params"], self._names_of(position), strict=True)):
             held.append(_held(param, name, group["flatten"]))
             by_ranks.setdefault((held[-1].shard, held[-1].replicate), []).append(index)
-        buckets = _buckets([unit_number(param) for param in group["params"]], [param.numel() for param in group["params"]])
+        buckets = _buckets([unit_number(p) for p in group["params"]], [p.numel() for p in group["params"]])
         return [
             (self._plan(position, where, indices, held, buckets), [group["params"][i] for i in indices])
             for where, indices in by_ranks.items()
         ]
 
-    def _plan(self, position: int, where: Any, indices: Sequence[int], held: Sequence[_Held], buckets: list[int]) -> Any:
+    def _plan(
+        self, position: int, where: Any, indices: Sequence[int], held: Sequence[_Held], buckets: Sequence[int]
+    ) -> Any:
         group, names = self.param_groups[position], self._names_of(position)
         wire, dtype, replicas, in_flight = self._movement
         device = local_of(group["params"][indices[0]]).device
         shard, replicate = (
-            communicator_of(*mesh_dim, device) if mesh_dim else _C.Communicator(None, device, "alone") for mesh_dim in where
+            communicator_of(*mesh_dim, device) if mesh_dim else _C.Communicator(None, device, "alone")
+            for mesh_dim in where
         )
         return _C.MuonPlan(
             names=[names[i] for i in indices],
@@ -342,8 +347,8 @@ def _held(param: torch.Tensor, name: str, flatten: bool) -> _Held:
 
 
 def _buckets(units: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
-    """What travels together: the parameters of a unit, by order of first appearance; where some have none, runs of a bounded
-    size. From what all ranks know alone."""
+    """What travels together: the parameters of a unit, by order of first appearance; where some have none, runs of a
+    bounded size. From what all ranks know alone."""
     if all(unit is not None for unit in units):
         order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
         return [order[unit] for unit in units]

@@ -31,8 +31,8 @@ TILE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank's piece lies: elements [begin, end) of the row-major `shape`, which is what the placements other than
-    ragged left here; `intervals` are those of all ranks that cut it."""
+    """Where a rank's piece lies: elements [begin, end) of the row-major `shape`, which is what the placements other
+    than ragged left here; `intervals` are those of all ranks that cut it."""
 
     shape: tuple[int, ...]
     intervals: tuple[Interval, ...]
@@ -74,8 +74,8 @@ def like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tile_scales_like(param: torch.Tensor, name: str) -> torch.Tensor:
-    """Zeros, fp32, one a tile of 32 x 32, placed as the parameter's rows are. Raises InvalidArgument, on all ranks alike,
-    where a rank's border cuts a tile."""
+    """Zeros, fp32, one a tile of 32 x 32, placed as the parameter's rows are. Raises InvalidArgument, on all ranks
+    alike, where a rank's border cuts a tile."""
     place = place_of(param)
     local_tiles = tiles(place.shape)
     shape = tuple(param.shape)

@@ -1,5 +1,5 @@
-"""ragged_fsdp.optim over sharded models: the same steps as torch.optim over FSDP2's way of training, no collectives in the
-step, checkpoints at other world sizes. The step itself is in ../test_optim_adamw.py."""
+"""ragged_fsdp.optim over sharded models: the same steps as torch.optim over FSDP2's way of training, no collectives in
+the step, checkpoints at other world sizes. The step itself is in ../test_optim_adamw.py."""
 
 import copy
 
@@ -40,7 +40,8 @@ pytestmark = pytest.mark.skipif(not OURS, reason="ours alone: the optimizers")
 
 
 class Mixer(nn.Module):
-    """Matrices large enough for 8 bits, whose rows end inside a tile; a stack, a frozen matrix, a tie and an embedding."""
+    """Matrices large enough for 8 bits, whose rows end inside a tile; a stack, a frozen matrix, a tie and an
+    embedding."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +211,8 @@ def full_round_trip():
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=whole)
     want = everything(optimizer)
-    for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+    for from_rank0 in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
         other = sharded(units=False)
         again = MAKE["power"](other)
         given = copy.deepcopy(state) if rank() == 0 or not options.broadcast_from_rank0 else {}
@@ -233,7 +235,7 @@ def test_full_state_dicts_load_from_rank_0_and_from_all():
     assert processes(3, full_round_trip) == [True] * 3
 
 
-# ---- mistakes ---------------------------------------------------------------------------------------------------------
+# ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [AdamW, AdamW8bit])
@@ -244,7 +246,7 @@ def test_an_optimizer_built_before_fully_shard_says_so_at_the_step(make):
         optimizer = make(model.named_parameters())
         fully_shard(model)
         next_token_loss(model, tokens(29, 2, 5)).backward()
-        text = r"one that fully_shard has replaced since, as 'embed.weight' \(param 'embed.weight'\). Build the optimizer after"
+        text = r"one that fully_shard has replaced since, as 'embed.weight' \(param 'embed.weight'\). Build the optim"
         with pytest.raises(ValueError, match=text):
             optimizer.step()
         with pytest.raises(ValueError, match="Build the optimizer after fully_shard"):

@@ -1,4 +1,5 @@
-"""Parameters to optimise, cut at random but never through a tile, and gradients that are a function of the step alone."""
+"""Parameters to optimise, cut at random but never through a tile, and gradients that are a function of the step
+alone."""
 
 from __future__ import annotations
 
