@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_llama.py configs/demo.toml
     torchrun --nproc-per-node 4 examples/train_llama.py configs/demo.toml --train.steps=20 --run.dir=runs/mine
     torchrun --nproc-per-node 4 examples/train_llama.py configs/demo.toml --stock    # torch's FSDP2 instead of ours
+    torchrun --nproc-per-node 4 examples/train_llama.py configs/demo.toml --optimizer adamw8bit
 
 It reads the configuration files of `ragged train`, and starts from the same values, takes the same batches and follows
 the same schedule, so the losses agree to rounding. Gloo on CPUs, NCCL where there are CUDA devices. What it isn't: a
@@ -35,6 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import ragged_fsdp
+import ragged_fsdp.optim
 
 # ---- the model: plain PyTorch, with Hugging Face's names; it knows nothing of ranks ----------------------------------
 #
@@ -125,12 +127,16 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str = 
 # ---- sharding: the part that this example is about -------------------------------------------------------------------
 
 
-def shard(model: Llama, config: SimpleNamespace, mesh: DeviceMesh, dtype: torch.dtype, stock: bool) -> None:
+def shard(
+    model: Llama, config: SimpleNamespace, mesh: DeviceMesh, dtype: torch.dtype, stock: bool, optimizer: str
+) -> None:
     """A unit a layer; embedding, last norm and head are the root's own. The same calls for torch's FSDP2 and for ours,
-    which takes a wish for blocks that stay on one rank besides."""
+    which takes a wish for blocks that stay on one rank besides: 8-bit states come in tiles that no border may cut."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=DTYPES[config.train.reduce_dtype])
     fully_shard = torch.distributed.fsdp.fully_shard if stock else ragged_fsdp.fully_shard
-    if config.parallel.rows and not stock:
+    if optimizer == "adamw8bit":
+        fully_shard = functools.partial(fully_shard, shard_policy=ragged_fsdp.optim.tile_rows)
+    elif config.parallel.rows and not stock:
         fully_shard = functools.partial(fully_shard, shard_policy=ragged_fsdp.rows(config.parallel.rows))
     for layer in model.layers:
         fully_shard(
@@ -155,15 +161,27 @@ def initialise(model: Llama, config: SimpleNamespace) -> None:
         param.copy_(ragged_fsdp.distribute_tensor(values.to(param.device), mesh, placements, src_data_rank=None))
 
 
-def make_optimizer(model: Llama, config: SimpleNamespace) -> torch.optim.Optimizer:
-    """Any of torch's: parameters are DTensors. Norms aren't pulled towards zero."""
-    params = list(model.parameters())
+def make_optimizer(model: Llama, config: SimpleNamespace, name: str) -> torch.optim.Optimizer:
+    """Any of torch's, since parameters are DTensors, or one that knows how they are cut. Norms aren't pulled towards
+    zero."""
+    lr, betas, eps = config.train.lr, tuple(config.optimizer.betas), config.optimizer.eps
+    if name == "muon":  # hidden matrices; the rest gets AdamW in the same step and at the same rate
+        groups = ragged_fsdp.optim.muon_groups(model.named_parameters())
+        return ragged_fsdp.optim.Muon(
+            groups, lr=lr, weight_decay=config.optimizer.weight_decay, adjust_lr_fn="match_rms_adamw",
+            adamw_betas=betas, adamw_eps=eps,
+        )  # fmt: skip
+    params = list(model.named_parameters())
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in params if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [(name, p) for name, p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = tuple(config.optimizer.betas)
-    return torch.optim.AdamW(groups, lr=config.train.lr, betas=betas, eps=config.optimizer.eps, fused=True)
+    makers = {
+        "stock": functools.partial(torch.optim.AdamW, fused=True),
+        "adamw": ragged_fsdp.optim.AdamW,
+        "adamw8bit": ragged_fsdp.optim.AdamW8bit,
+    }
+    return makers[name](groups, lr=lr, betas=betas, eps=eps)
 
 
 # ---- data: bytes of text; a batch is a function of its position alone ------------------------------------------------
@@ -254,7 +272,7 @@ def validation_loss(model: Llama, text: torch.Tensor, config: SimpleNamespace, d
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def train(config: SimpleNamespace, stock: bool) -> None:
+def train(config: SimpleNamespace, stock: bool, optimizer_name: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     say = print if rank == 0 else lambda *args, **kwargs: None
@@ -266,10 +284,10 @@ def train(config: SimpleNamespace, stock: bool) -> None:
         model = Llama(config.model, run.activation_checkpointing)
     parameters = sum(param.numel() for param in model.parameters())
     dtype = compute_dtype(run.param_dtype, device)
-    shard(model, config, make_mesh(config.parallel, world, device), dtype, stock)
+    shard(model, config, make_mesh(config.parallel, world, device), dtype, stock, optimizer_name)
     model.to_empty(device=device)
     initialise(model, config)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, optimizer_name)
     clip = torch.nn.utils.clip_grad_norm_ if stock else ragged_fsdp.clip_grad_norm_
 
     say(f"{parameters} parameters on {world} ranks ({device.type}), computing in {str(dtype).removeprefix('torch.')}")
@@ -426,7 +444,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", help="a TOML file as for `ragged train`; default: the defaults")
     parser.add_argument("--stock", action="store_true", help="shard with torch.distributed.fsdp instead")
+    optimizers = ("stock", "adamw", "adamw8bit", "muon")
+    parser.add_argument("--optimizer", choices=optimizers, default="stock", help="torch's AdamW, or one of ours")
     args, overrides = parser.parse_known_args()
+    if args.stock and args.optimizer == "adamw8bit":
+        parser.error("--optimizer adamw8bit needs shards that cut no tile: leave --stock out")
     config = read_config(args.config, overrides)
 
     on_cuda = config.run.device != "cpu" and torch.cuda.is_available()
@@ -436,7 +458,7 @@ def main() -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
-        train(config, args.stock)
+        train(config, args.stock, args.optimizer)
         # Gloo's threads still let go of the last collective's tensors after it is done; were Python gone by then, the
         # process would abort. A barrier has none.
         dist.barrier()

@@ -106,6 +106,16 @@ def test_losses_equal_those_of_stock_fsdp2(config, tmp_path):
     assert_same_losses(metrics(tmp_path / "ours"), metrics(tmp_path / "stock"), tolerance=1e-5)
 
 
+def test_optimizers_of_ours_train_like_the_stock_one(config, tmp_path):
+    for name in ("stock", "adamw", "adamw8bit"):
+        run([SCRIPT, config, "--optimizer", name, f"--run.dir={tmp_path}/{name}"], 2, tmp_path)
+    stock = metrics(tmp_path / "stock")
+    assert_same_losses(metrics(tmp_path / "adamw"), stock, tolerance=1e-5)
+    coded = metrics(tmp_path / "adamw8bit")
+    assert_same_losses(coded, stock, tolerance=2e-2)
+    assert [step["loss"] for step in coded] != [step["loss"] for step in stock], "states are in 8 bits"
+
+
 def test_runs_without_torchrun_and_refuses_unknown_keys(config, tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, str(SCRIPT), str(config), "--train.steps=1"]
