@@ -323,13 +323,14 @@ def _held(param: torch.Tensor, name: str, flatten: bool) -> _Held:
     mesh, shape = param.device_mesh, list(param.shape)
     matrix_dims = range(len(shape)) if flatten else range(len(shape) - 2, len(shape))
     shard, replicate, intervals = None, None, None
+    is_ragged = any(isinstance(placement, RaggedShard) for placement in param.placements)
     for dim, placement in enumerate(param.placements):
         if isinstance(placement, RaggedShard):
             shard, intervals = (mesh, dim), placement.intervals()
         elif type(placement) is Shard and placement.dim not in matrix_dims:
             begin, end = shard_interval(shape[placement.dim], mesh.size(dim), mesh.get_local_rank(dim))
             shape[placement.dim] = end - begin  # whole matrices of a stack
-        elif type(placement) is Shard and placement.dim == 0 and shard is None and len(shape) == 2:
+        elif type(placement) is Shard and placement.dim == 0 and len(shape) == 2 and not is_ragged and shard is None:
             rows = [shard_interval(shape[0], mesh.size(dim), rank) for rank in range(mesh.size(dim))]
             shard, intervals = (mesh, dim), tuple((a * shape[1], b * shape[1]) for a, b in rows)
         elif isinstance(placement, Replicate):
