@@ -7,7 +7,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 packages=(git make g++ cmake ninja-build ccache python3-venv python3-dev libfmt-dev nlohmann-json3-dev libcli11-dev
-  libtomlplusplus-dev libgtest-dev libgmock-dev libbenchmark-dev)
+  libtomlplusplus-dev libxxhash-dev libgtest-dev libgmock-dev libbenchmark-dev)
 
 say() { echo "setup: $*"; }
 die() {

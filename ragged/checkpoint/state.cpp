@@ -1,0 +1,146 @@
+#include "ragged/checkpoint/state.h"
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+namespace ragged::checkpoint {
+namespace {
+
+constexpr std::pair<at::ScalarType, const char*> kDtypes[] = {
+    {at::kDouble, "F64"},
+    {at::kFloat, "F32"},
+    {at::kHalf, "F16"},
+    {at::kBFloat16, "BF16"},
+    {at::kLong, "I64"},
+    {at::kInt, "I32"},
+    {at::kShort, "I16"},
+    {at::kChar, "I8"},
+    {at::kByte, "U8"},
+    {at::kBool, "BOOL"},
+    {at::kFloat8_e4m3fn, "F8_E4M3"},
+    {at::kFloat8_e5m2, "F8_E5M2"}};
+
+bool is_flat(const layout::Placement& placement) {
+  if (const auto* shard = std::get_if<layout::Shard>(&placement)) return shard->dim == 0;
+  return std::holds_alternative<layout::RaggedShard>(placement) || std::holds_alternative<layout::Replicate>(placement);
+}
+
+// The rank's position in every mesh dim along which the tensor is only repeated is 0, or with `all_dims` in every one.
+bool is_first(const buffer::ShardedTensor& tensor, int rank, bool all_dims) {
+  const std::vector<int> coordinates = tensor.mesh.coordinates(rank);
+  for (std::size_t d = 0; d < coordinates.size(); ++d) {
+    const bool counts = all_dims || std::holds_alternative<layout::Replicate>(tensor.placements.at(d));
+    if (counts && coordinates[d] != 0) return false;
+  }
+  return true;
+}
+
+std::string describe(const buffer::ShardedTensor& tensor) {
+  std::string text;
+  for (const layout::Placement& placement : tensor.placements) {
+    text += (text.empty() ? "" : ", ") + layout::to_string(placement);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::vector<Item> model_items(const std::vector<buffer::ShardedTensor>& parameters, const NameMap& names) {
+  std::vector<Item> items;
+  for (const buffer::ShardedTensor& tensor : parameters) {
+    items.push_back({.tensor = tensor, .name = names ? names(tensor.name) : tensor.name});
+  }
+  return items;
+}
+
+std::vector<Item> optimizer_items(
+    const std::vector<buffer::ShardedTensor>& states, const std::map<std::string, std::string>& formats) {
+  std::vector<Item> items;
+  for (const buffer::ShardedTensor& tensor : states) {
+    const auto found = formats.find(tensor.name.substr(0, tensor.name.rfind('.')));
+    std::string format = found == formats.end() ? "" : found->second;
+    if (format == "fp32" || format == "bf16") format.clear();
+    items.push_back({.tensor = tensor, .name = "state." + tensor.name, .format = std::move(format)});
+  }
+  return items;
+}
+
+std::string stored_dtype(at::ScalarType type) {
+  const auto* found = std::ranges::find(kDtypes, type, &std::pair<at::ScalarType, const char*>::first);
+  RAGGED_CHECK(
+      found != std::end(kDtypes), "[checkpoint] Expected a dtype that safetensors has, but got {}.",
+      c10::toString(type));
+  return found->second;
+}
+
+void check_items(const std::vector<Item>& items) {
+  std::set<std::string> names;
+  for (const Item& item : items) {
+    const buffer::ShardedTensor& tensor = item.tensor;
+    RAGGED_CHECK(
+        names.insert(item.name).second, "[checkpoint] Expected tensors of different names, but got '{}' twice.",
+        item.name);
+    static_cast<void>(stored_dtype(tensor.dtype));
+    RAGGED_CHECK(
+        std::ranges::all_of(tensor.placements, is_flat) && tensor.placements.size() == tensor.mesh.dims().size(),
+        "[checkpoint] Expected one of RaggedShard, Shard(0) and Replicate for each mesh dim, but got {} (param '{}'). "
+        "Redistribute the tensor first.",
+        describe(tensor), item.name);
+    RAGGED_CHECK(
+        tensor.local.dim() == 1 && tensor.local.is_contiguous() && tensor.local.scalar_type() == tensor.dtype &&
+            tensor.local.numel() == tensor.owned.size() && tensor.owned.begin >= 0 &&
+            tensor.owned.end <= std::max<Index>(tensor.owned.begin, checked_product(tensor.shape)),
+        "[checkpoint] Expected the {} elements [{}, {}) of a tensor of shape [{}] in a contiguous 1-D tensor of {}, "
+        "but "
+        "got {} of {} (param '{}').",
+        tensor.owned.size(), tensor.owned.begin, tensor.owned.end, fmt::join(tensor.shape, ", "),
+        c10::toString(tensor.dtype), tensor.local.numel(), c10::toString(tensor.local.scalar_type()), item.name);
+  }
+}
+
+std::vector<TensorInfo> infos_of(const std::vector<Item>& items) {
+  std::vector<TensorInfo> infos;
+  for (const Item& item : items) {
+    infos.push_back(
+        {.name = item.name,
+         .dtype = stored_dtype(item.tensor.dtype),
+         .shape = item.tensor.shape,
+         .format = item.format,
+         .placement = describe(item.tensor)});
+  }
+  return infos;
+}
+
+std::vector<WritePiece> write_pieces(const std::vector<Item>& items, int rank) {
+  std::vector<WritePiece> pieces;
+  for (const Item& item : items) {
+    WritePiece piece{
+        .name = item.name,
+        .dtype = stored_dtype(item.tensor.dtype),
+        .shape = item.tensor.shape,
+        .announces_empty = is_first(item.tensor, rank, true)};
+    if (is_first(item.tensor, rank, false)) piece.owned = item.tensor.owned;
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+std::vector<ReadPiece> read_pieces(const std::vector<Item>& items) {
+  std::vector<ReadPiece> pieces;
+  for (const Item& item : items) {
+    pieces.push_back(
+        {.name = item.name,
+         .dtype = stored_dtype(item.tensor.dtype),
+         .shape = item.tensor.shape,
+         .format = item.format,
+         .owned = item.tensor.owned});
+  }
+  return pieces;
+}
+
+}  // namespace ragged::checkpoint
