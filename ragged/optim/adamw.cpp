@@ -4,15 +4,12 @@
 #include <cmath>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include "ragged/base/error.h"
-#include "ragged/optim/adamw_kernel.h"
+#include "ragged/optim/adamw_step.h"
 
 namespace ragged::optim {
 namespace {
-
-constexpr Index kGrain = 1 << 15;  // elements a thread at least
 
 void check(const AdamWOptions& o) {
   RAGGED_CHECK(o.lr >= 0.0, "[adamw] Expected lr >= 0, but got {}.", o.lr);
@@ -23,16 +20,6 @@ void check(const AdamWOptions& o) {
   RAGGED_CHECK(
       o.moment_dtype == at::kFloat || o.moment_dtype == at::kBFloat16,
       "[adamw] Expected moment_dtype fp32 or bf16, but got {}.", c10::toString(o.moment_dtype));
-}
-
-// Where there is no kernel of ours: the same formula through ATen, one pass an operation.
-void adamw_step_through_aten(
-    const AdamWStep& s, const at::Tensor& params, const at::Tensor& grads, const at::Tensor& exp_avg,
-    const at::Tensor& exp_avg_sq) {
-  exp_avg.mul_(s.beta1).add_(grads, s.one_minus_beta1);
-  exp_avg_sq.mul_(s.beta2).addcmul_(grads, grads, s.one_minus_beta2);
-  const at::Tensor denominator = exp_avg_sq.to(at::kFloat).sqrt().div_(s.root_correction2).add_(s.eps);
-  params.mul_(s.decay).sub_(exp_avg.to(at::kFloat).div(denominator), s.step_size);
 }
 
 }  // namespace
@@ -104,28 +91,14 @@ double AdamW::lr() const {
 
 void AdamW::Impl::update(
     const AdamWStep& step, UnitState& state, const fsdp::FlatShard& shard, layout::Interval local) const {
-  if (!shard.params.device().is_cpu()) {
-    const auto part = [local](const at::Tensor& flat) { return flat.narrow(0, local.begin, local.size()); };
-    return adamw_step_through_aten(
-        step, part(shard.params), part(shard.grads), part(state.exp_avg), part(state.exp_avg_sq));
-  }
-  float* params = shard.params.mutable_data_ptr<float>() + local.begin;
-  const float* grads = shard.grads.const_data_ptr<float>() + local.begin;
-  at::parallel_for(0, local.size(), kGrain, [&](Index begin, Index end) {
-    if (options.moment_dtype == at::kFloat) {
-      adamw_step(
-          step, end - begin, params + begin, grads + begin,
-          state.exp_avg.mutable_data_ptr<float>() + local.begin + begin,
-          state.exp_avg_sq.mutable_data_ptr<float>() + local.begin + begin);
-    } else {
-      const auto bits = [](const at::Tensor& t) {
-        return reinterpret_cast<std::uint16_t*>(t.mutable_data_ptr<at::BFloat16>());
-      };
-      adamw_step(
-          step, end - begin, params + begin, grads + begin, bits(state.exp_avg) + local.begin + begin,
-          bits(state.exp_avg_sq) + local.begin + begin);
-    }
-  });
+  const auto part = [local](const at::Tensor& flat) { return flat.narrow(0, local.begin, local.size()); };
+  const AdamWPiece piece{
+      .param = part(shard.params),
+      .grad = part(shard.grads),
+      .exp_avg = part(state.exp_avg),
+      .exp_avg_sq = part(state.exp_avg_sq),
+      .step = step};
+  adamw_step({&piece, 1});
 }
 
 void AdamW::step() {

@@ -1,58 +1,97 @@
 // Compiled with -ffp-contract=off (CMakeLists.txt).
 #include "ragged/optim/adamw_kernel.h"
 
-#include <cmath>
-#include <cstring>
+#include "ragged/optim/isa_targets.h"
 
 namespace ragged::optim {
 namespace {
 
-float load(float value) {
+RAGGED_INLINE_KERNEL float load(float value) {
   return value;
 }
-float load(std::uint16_t bits) {
-  const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
-  float value = 0.0F;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
+RAGGED_INLINE_KERNEL float load(std::uint16_t bits) {
+  return widen(bits);
 }
-
-void store(float value, float& out) {
+RAGGED_INLINE_KERNEL void store(float value, float& out) {
   out = value;
 }
-void store(float value, std::uint16_t& out) {
-  std::uint32_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const std::uint32_t nan = (bits & 0x7FFFFFFFU) > 0x7F800000U;
-  const std::uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  out = static_cast<std::uint16_t>(nan ? 0x7FC0U : rounded);
+RAGGED_INLINE_KERNEL void store(float value, std::uint16_t& out) {
+  out = narrow(value);
 }
 
-template <class Moment>
-void run(
-    const AdamWStep& s, std::int64_t numel, float* params, const float* grads, Moment* exp_avg, Moment* exp_avg_sq) {
+template <class Grad, class Moment, bool kImage>
+RAGGED_INLINE_KERNEL void loop(
+    const AdamWStep s, const float grad_scale, std::int64_t numel, float* __restrict params,
+    const Grad* __restrict grads, Moment* __restrict exp_avg, Moment* __restrict exp_avg_sq,
+    std::uint16_t* __restrict image) {
   for (std::int64_t i = 0; i < numel; ++i) {
-    const float g = grads[i];
-    const float m = s.beta1 * load(exp_avg[i]) + s.one_minus_beta1 * g;
-    const float v = s.beta2 * load(exp_avg_sq[i]) + s.one_minus_beta2 * (g * g);
-    store(m, exp_avg[i]);
-    store(v, exp_avg_sq[i]);
-    const float denominator = std::sqrt(v) / s.root_correction2 + s.eps;
-    params[i] = params[i] * s.decay - s.step_size * (m / denominator);
+    const AdamWMoments next = adamw_moments(s, load(grads[i]) * grad_scale, load(exp_avg[i]), load(exp_avg_sq[i]));
+    store(next.first, exp_avg[i]);
+    store(next.second, exp_avg_sq[i]);
+    const float param = adamw_param(s, params[i], next.first, square_root(next.second));
+    params[i] = param;
+    if (kImage) image[i] = narrow(param);
   }
+}
+
+struct Span {
+  const AdamWStep& step;
+  float grad_scale;
+  const AdamWRun& run;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+template <class Grad, class Moment, bool kImage>
+RAGGED_INLINE_KERNEL void run_span(const Span& span) {
+  const AdamWRun& run = span.run;
+  loop<Grad, Moment, kImage>(
+      span.step, span.grad_scale, span.end - span.begin, run.params + span.begin,
+      static_cast<const Grad*>(run.grads) + span.begin, static_cast<Moment*>(run.exp_avg) + span.begin,
+      static_cast<Moment*>(run.exp_avg_sq) + span.begin, kImage ? run.image + span.begin : nullptr);
+}
+
+template <class Grad, class Moment, bool kImage>
+void run_baseline(const Span& span) {
+  run_span<Grad, Moment, kImage>(span);
+}
+#ifdef RAGGED_HAS_X86_TARGETS
+template <class Grad, class Moment, bool kImage>
+RAGGED_TARGET_AVX2 void run_avx2(const Span& span) {
+  run_span<Grad, Moment, kImage>(span);
+}
+template <class Grad, class Moment, bool kImage>
+RAGGED_TARGET_AVX512 void run_avx512(const Span& span) {
+  run_span<Grad, Moment, kImage>(span);
+}
+#endif
+
+template <class Grad, class Moment, bool kImage>
+void run_on(Isa isa, const Span& span) {
+#ifdef RAGGED_HAS_X86_TARGETS
+  if (isa == Isa::kAvx512) return run_avx512<Grad, Moment, kImage>(span);
+  if (isa == Isa::kAvx2) return run_avx2<Grad, Moment, kImage>(span);
+#endif
+  static_cast<void>(isa);
+  run_baseline<Grad, Moment, kImage>(span);
+}
+
+template <class Grad, class Moment>
+void choose_image(Isa isa, const Span& span) {
+  span.run.image ? run_on<Grad, Moment, true>(isa, span) : run_on<Grad, Moment, false>(isa, span);
+}
+
+template <class Grad>
+void choose_moments(Isa isa, const Span& span) {
+  span.run.moments_are_bf16 ? choose_image<Grad, std::uint16_t>(isa, span) : choose_image<Grad, float>(isa, span);
 }
 
 }  // namespace
 
 void adamw_step(
-    const AdamWStep& step, std::int64_t numel, float* params, const float* grads, float* exp_avg, float* exp_avg_sq) {
-  run(step, numel, params, grads, exp_avg, exp_avg_sq);
-}
-
-void adamw_step(
-    const AdamWStep& step, std::int64_t numel, float* params, const float* grads, std::uint16_t* exp_avg,
-    std::uint16_t* exp_avg_sq) {
-  run(step, numel, params, grads, exp_avg, exp_avg_sq);
+    const AdamWStep& step, float grad_scale, const AdamWRun& run, std::int64_t begin, std::int64_t end, Isa isa) {
+  const Span span{step, grad_scale, run, begin, end};
+  run.grads_are_bf16 ? choose_moments<std::uint16_t>(isa, span) : choose_moments<float>(isa, span);
 }
 
 }  // namespace ragged::optim

@@ -1,29 +1,29 @@
-// The arithmetic of one AdamW step over a run of elements. Raw pointers only, so it compiles without torch.
+// One AdamW step over a run of elements on the CPU. Raw pointers only: no torch, no threads.
 #pragma once
 
 #include <cstdint>
 
+#include "ragged/optim/adamw_math.h"
+#include "ragged/optim/isa.h"
+
 namespace ragged::optim {
 
-/// Constants of one step of one parameter (Loshchilov and Hutter, 2019; the order of operations of torch's AdamW).
-struct AdamWStep {
-  float decay = 1.0F;  // 1 - lr * weight_decay, or 1
-  float beta1 = 0.9F;
-  float one_minus_beta1 = 0.1F;
-  float beta2 = 0.999F;
-  float one_minus_beta2 = 0.001F;
-  float step_size = 0.0F;         // lr / (1 - beta1^t)
-  float root_correction2 = 1.0F;  // sqrt(1 - beta2^t)
-  float eps = 1e-8F;
+/// Arrays of equal length. Grads and moments are fp32, or bfloat16 where the flag says so (moments rounded to nearest
+/// even when stored).
+struct AdamWRun {
+  float* params = nullptr;
+  const void* grads = nullptr;
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  std::uint16_t* image = nullptr;  // bfloat16, or null: receives the new parameters, rounded to nearest even
+  bool grads_are_bf16 = false;
+  bool moments_are_bf16 = false;
 };
 
-/// params, grads and moments: `numel` floats each. Compiled without contraction: the bits of an element depend on its
-/// own inputs alone, not on where a run starts or ends.
+/// Steps elements [begin, end) of the run with gradients times `grad_scale`. The bits of an element depend on its own
+/// inputs alone: not on begin and end, not on the instruction set.
 void adamw_step(
-    const AdamWStep& step, std::int64_t numel, float* params, const float* grads, float* exp_avg, float* exp_avg_sq);
-/// The same with moments stored as bfloat16 (given as their 16 bits, rounded to nearest even).
-void adamw_step(
-    const AdamWStep& step, std::int64_t numel, float* params, const float* grads, std::uint16_t* exp_avg,
-    std::uint16_t* exp_avg_sq);
+    const AdamWStep& step, float grad_scale, const AdamWRun& run, std::int64_t begin, std::int64_t end,
+    Isa isa = best_isa());
 
 }  // namespace ragged::optim

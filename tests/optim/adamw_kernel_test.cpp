@@ -13,8 +13,23 @@
 namespace ragged::test {
 namespace {
 
-using optim::adamw_step;
+using optim::AdamWRun;
 using optim::AdamWStep;
+using optim::Isa;
+
+// fp32 gradients; moments as their type says.
+template <class Moment>
+void adamw_step(
+    const AdamWStep& step, std::int64_t numel, float* params, const float* grads, Moment* m, Moment* v,
+    Isa isa = optim::best_isa()) {
+  const AdamWRun run{
+      .params = params,
+      .grads = grads,
+      .exp_avg = m,
+      .exp_avg_sq = v,
+      .moments_are_bf16 = std::is_same_v<Moment, std::uint16_t>};
+  optim::adamw_step(step, 1.0F, run, 0, numel, isa);
+}
 
 std::vector<float> normal(std::size_t numel, std::uint64_t seed, double scale = 1.0) {
   const at::Tensor values =
@@ -114,20 +129,24 @@ TEST(AdamWKernel, agrees_with_torchs_operators) {
   }
 }
 
-// beta1 = 0 stores the gradient itself as the first moment, so rounding can be seen alone.
-std::vector<std::uint16_t> stored(const std::vector<float>& values) {
-  AdamWStep step;
-  step.beta1 = 0.0F;
-  step.one_minus_beta1 = 1.0F;
-  step.step_size = 1.0F;
-  std::vector<float> params(values.size(), 0.0F);
-  std::vector<std::uint16_t> m(values.size(), 0);
-  std::vector<std::uint16_t> v(values.size(), 0);
-  adamw_step(step, static_cast<std::int64_t>(values.size()), params.data(), values.data(), m.data(), v.data());
-  return m;
+// A step that changes nothing writes the parameters' image, so rounding can be seen alone. Moments are rounded by the
+// same function.
+std::vector<std::uint16_t> stored(std::vector<float> values) {
+  std::vector<float> zeros(values.size(), 0.0F);
+  std::vector<float> m = zeros;
+  std::vector<float> v = zeros;
+  std::vector<std::uint16_t> image(values.size(), 0);
+  const AdamWRun run{
+      .params = values.data(),
+      .grads = zeros.data(),
+      .exp_avg = m.data(),
+      .exp_avg_sq = v.data(),
+      .image = image.data()};
+  optim::adamw_step(AdamWStep{}, 1.0F, run, 0, static_cast<std::int64_t>(values.size()));
+  return image;
 }
 
-TEST(AdamWKernel, rounds_bfloat16_moments_to_nearest_even) {
+TEST(AdamWKernel, rounds_to_bfloat16_to_nearest_even) {
   // 1 + 2^-8 lies in the middle of two bf16 numbers, as does 1 + 3 * 2^-8.
   const float middle = 1.0F + std::ldexp(1.0F, -8);
   EXPECT_EQ(stored({middle})[0], 0x3F80);
