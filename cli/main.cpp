@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include "inspect_command.h"
 #include "plan_command.h"
 #include "ragged/base/error.h"
 #include "simulate_command.h"
@@ -86,6 +87,14 @@ void add_tune(CLI::App& app, ragged::cli::TuneArguments& arguments) {
   tune->callback([&] { ragged::cli::run_tune(arguments); });
 }
 
+void add_inspect(CLI::App& app, ragged::cli::InspectArguments& arguments) {
+  CLI::App* inspect = app.add_subcommand("inspect", "Show what is in a checkpoint, and check it.");
+  inspect->add_option("DIR", arguments.folder, "a checkpoint, or a folder of them: then the newest")->required();
+  inspect->add_flag("--verify", arguments.verify, "read everything and compare it with its checksums");
+  inspect->add_flag("--facts", arguments.facts, "print the run's config and other texts in full");
+  inspect->callback([&] { ragged::cli::run_inspect(arguments); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -110,6 +119,8 @@ int main(int argc, char** argv) {
   add_simulate(app, simulate);
   ragged::cli::TuneArguments tune;
   add_tune(app, tune);
+  ragged::cli::InspectArguments inspect;
+  add_inspect(app, inspect);
 
   try {
     app.parse(argc, argv);

@@ -27,7 +27,9 @@ void agree(const comm::Communicator& all, const std::function<void()>& body) {
   if (value == 0) return;
   const int rank = static_cast<int>(value / 2) - 1;
   std::string text = broadcast_text(all, problem, rank);
-  if (all.size() > 1) text += fmt::format(" (rank {} of {})", rank, all.size());
+  const at::Tensor failed = at::tensor({mine != 0 ? 1 : 0}, at::kLong).to(all.device());
+  all.all_reduce_sum(failed, "checkpoint").wait();
+  if (failed.item<std::int64_t>() < all.size()) text += fmt::format(" (rank {} of {})", rank, all.size());
   if (value % 2 == 1) throw InvalidArgument(text);
   throw CheckpointError(text);
 }

@@ -10,7 +10,8 @@
 namespace ragged::checkpoint {
 
 /// Runs `body`, which issues no collective, and returns when all ranks have. Where it threw on some, all throw what the
-/// highest of them did: InvalidArgument as such, anything else as CheckpointError, with that rank's number. Collective.
+/// highest of them did: InvalidArgument as such, anything else as CheckpointError; with that rank's number unless all
+/// failed. Collective.
 void agree(const comm::Communicator& all, const std::function<void()>& body);
 
 /// The text that `root` has, on every rank. Collective.

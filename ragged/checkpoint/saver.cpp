@@ -39,6 +39,7 @@ struct Saver::Job {
   Index chunk_bytes = 0;
   CheckpointIndex index;  // without the ranks' checksums
   std::map<std::string, std::string> texts;
+  std::function<void(const SaveProgress&)> on_progress;
   std::vector<WritePiece> pieces;
   std::vector<at::Tensor> tensors;  // the caller's, or our copies
   Index total_bytes = 0;
@@ -64,7 +65,10 @@ struct Saver::Job {
         staged = tensors[i].is_cpu() ? tensors[i] : tensors[i].cpu();
         return bytes_in(staged);
       };
-      const auto count = [this](Index bytes) { written_bytes += bytes; };
+      const auto count = [this](Index bytes) {
+        written_bytes += bytes;
+        if (on_progress) on_progress(progress());
+      };
       sum = write_rank_files(folder, rank, pieces, fetch, texts, chunk_bytes, count);
     } catch (...) {
       caught = std::current_exception();
@@ -77,6 +81,10 @@ struct Saver::Job {
     done.notify_all();
   }
 
+  SaveProgress progress() const {
+    return {.written_bytes = written_bytes, .total_bytes = total_bytes, .seconds = seconds_since(start)};
+  }
+
   bool wait_for(std::chrono::milliseconds longest) {
     std::unique_lock lock(mutex);
     return done.wait_for(lock, longest, [this] { return is_done.load(); });
@@ -84,7 +92,7 @@ struct Saver::Job {
 };
 
 Saver::Saver(comm::Communicator all, std::filesystem::path root, SaverOptions options)
-    : all_(std::move(all)), folders_(std::move(root)), options_(options) {
+    : all_(std::move(all)), folders_(std::move(root)), options_(std::move(options)) {
   if (all_.rank() == 0) folders_.sweep();
 }
 
@@ -107,6 +115,7 @@ std::optional<SaveReport> Saver::start(Index step, const State& state) {
     job->index.tensors = infos_of(state.tensors);
     job->index.facts = state.facts;
     job->texts = state.rank_texts;
+    job->on_progress = options_.on_progress;
     job->pieces = write_pieces(state.tensors, all_.rank());
     job->total_bytes = bytes_of(job->pieces);
     static_cast<void>(to_json(job->index));  // facts that can't be written are an error now
@@ -210,9 +219,7 @@ void Saver::fail() {
 }
 
 SaveProgress Saver::progress() const {
-  if (!job_) return {};
-  return {
-      .written_bytes = job_->written_bytes, .total_bytes = job_->total_bytes, .seconds = seconds_since(job_->start)};
+  return job_ ? job_->progress() : SaveProgress{};
 }
 
 }  // namespace ragged::checkpoint

@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -21,12 +22,21 @@
 
 namespace ragged::checkpoint {
 
+/// How far this rank's writing is.
+struct SaveProgress {
+  Index written_bytes = 0;
+  Index total_bytes = 0;
+  double seconds = 0.0;  // since start()
+};
+
 struct SaverOptions {
   Index keep = 2;  // checkpoints that stay; 0: all
   bool async = false;
   /// Longest time that writing may take: the files of one rank, from start() on.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   Index chunk_bytes = kDefaultChunkBytes;
+  /// Called after each tensor by the thread that writes.
+  std::function<void(const SaveProgress&)> on_progress{};
 };
 
 struct SaveReport {
@@ -35,13 +45,6 @@ struct SaveReport {
   Index bytes = 0;             // of tensors, all ranks together
   double seconds = 0.0;        // from start() until it was published
   double blocked_seconds = 0;  // that the caller waited in start() and finish()
-};
-
-/// How far this rank's writing is.
-struct SaveProgress {
-  Index written_bytes = 0;
-  Index total_bytes = 0;
-  double seconds = 0.0;  // since start()
 };
 
 /// One a run. Calls come in the same order on all ranks, from one thread.
