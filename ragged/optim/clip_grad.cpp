@@ -45,14 +45,19 @@ double grad_norm(fsdp::Unit& root) {
   return std::sqrt(total.item<double>());
 }
 
-double clip_grad_norm(fsdp::Unit& root, double max_norm) {
+GradClip grad_clip(fsdp::Unit& root, double max_norm) {
   RAGGED_CHECK(max_norm > 0.0, "[clip_grad_norm] Expected max_norm > 0, but got {}.", max_norm);
   const double norm = grad_norm(root);
-  if (!std::isfinite(norm) || norm <= max_norm) return norm;
+  return {.norm = norm, .factor = std::isfinite(norm) && norm > max_norm ? max_norm / norm : 1.0};
+}
+
+double clip_grad_norm(fsdp::Unit& root, double max_norm) {
+  const GradClip clip = grad_clip(root, max_norm);
+  if (clip.factor == 1.0) return clip.norm;
   for (const fsdp::FlatShard& shard : root.flat_shards()) {
-    if (shard.grads.defined()) shard.grads.mul_(max_norm / norm);
+    if (shard.grads.defined()) shard.grads.mul_(clip.factor);
   }
-  return norm;
+  return clip.norm;
 }
 
 }  // namespace ragged::optim

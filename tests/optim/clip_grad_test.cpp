@@ -115,6 +115,29 @@ TEST(ClipGradNorm, scales_by_one_factor_where_the_norm_is_too_large) {
   }
 }
 
+TEST(GradClip, says_what_clipping_would_do_and_touches_nothing) {
+  run_ranks(
+      3,
+      [&](comm::World& world) {
+        Tree tree = make_tree(world, {1, 3});
+        backward(tree, world.rank());
+        make_up_gradients(*tree.root, 1);
+        const auto before = gradients_of(*tree.root);
+        const double norm = optim::grad_norm(*tree.root);
+        for (const double max_norm : {0.25 * norm, norm, 2 * norm}) {
+          const optim::GradClip clip = optim::grad_clip(*tree.root, max_norm);
+          EXPECT_EQ(clip.norm, norm);
+          EXPECT_EQ(clip.factor, max_norm < norm ? max_norm / norm : 1.0);
+        }
+        EXPECT_EQ(gradients_of(*tree.root), before);
+        if (world.rank() == 1) tree.root->flat_shards()[0].grads.mutable_data_ptr<float>()[0] = std::nanf("");
+        const optim::GradClip clip = optim::grad_clip(*tree.root, 1e-3);
+        EXPECT_TRUE(std::isnan(clip.norm));
+        EXPECT_EQ(clip.factor, 1.0);
+      },
+      quick());
+}
+
 TEST(ClipGradNorm, refuses_a_largest_norm_that_is_not_positive) {
   run_ranks(
       2,
