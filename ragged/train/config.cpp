@@ -23,6 +23,8 @@ std::string to_text(const toml::node& node) {
   node.visit([&out](const auto& value) {
     if constexpr (toml::is_table<decltype(value)>) {
       out << "a table";
+    } else if constexpr (toml::is_array<decltype(value)>) {
+      out << (value.is_array_of_tables() ? "a list of tables" : fmt::format("a list of {}", value.size()));
     } else {
       out << toml::toml_formatter(value);
     }
@@ -45,11 +47,21 @@ struct Assign {
   bool operator()(Index* slot) const { return assign(node.value_exact<int64_t>(), *slot); }
   bool operator()(double* slot) const { return assign(number(node), *slot); }
   bool operator()(std::string* slot) const { return assign(node.value_exact<std::string>(), *slot); }
+  bool operator()(std::vector<Index>* slot) const {
+    return assign_list(*slot, [](const toml::node& item) { return item.value_exact<int64_t>(); });
+  }
   bool operator()(std::vector<double>* slot) const {
     return assign_list(*slot, [](const toml::node& item) { return number(item); });
   }
   bool operator()(std::vector<std::string>* slot) const {
     return assign_list(*slot, [](const toml::node& item) { return item.value_exact<std::string>(); });
+  }
+  template <class Value>
+  bool operator()(std::optional<Value>* slot) const {
+    Value value{};
+    if (!(*this)(&value)) return false;
+    *slot = std::move(value);
+    return true;
   }
 
   template <class Value, class Slot>
@@ -83,6 +95,38 @@ void set_key(Config& config, std::string_view name, const toml::node& node, std:
       expected_value(*key), to_text(node), name, where);
 }
 
+// One table of the list; keys of a rule aren't keys of a config.
+optim::ParamRule read_rule(const toml::table& table, std::string_view where, std::string_view source) {
+  optim::ParamRule rule;
+  RAGGED_CHECK(
+      table.contains("match"),
+      "[config] Expected a rule to have 'match', a regular expression over names of parameters, but got none ({}). "
+      "match = \"\" matches all.",
+      where);
+  for (const auto& [name, node] : table) {
+    const auto key = std::ranges::find(rule_keys(), name.str(), &RuleKey::name);
+    RAGGED_CHECK(
+        key != rule_keys().end(),
+        "[config] Expected a key of a rule, but got '{}' ({}).{} `ragged train --help` lists "
+        "them.",
+        name.str(), place(source, node), suggest_rule_key(name.str()));
+    RAGGED_CHECK(
+        std::visit(Assign{node}, key->slot(rule)), "[config] Expected {}, but got {} (key '{}.{}', {}).",
+        expected_value(*key), to_text(node), kRulesName, name.str(), place(source, node));
+  }
+  return rule;
+}
+
+std::vector<optim::ParamRule> read_rules(const toml::node& node, std::string_view source) {
+  const toml::array* array = node.as_array();
+  RAGGED_CHECK(
+      array && (array->empty() || array->is_array_of_tables()), "[config] Expected tables [[{}]], but got {} ({}).",
+      kRulesName, to_text(node), place(source, node));
+  std::vector<optim::ParamRule> rules;
+  for (const toml::node& item : *array) rules.push_back(read_rule(*item.as_table(), place(source, item), source));
+  return rules;
+}
+
 void apply_table(Config& config, const toml::table& root, std::string_view source) {
   for (const auto& [section, node] : root) {
     const toml::table* table = node.as_table();
@@ -92,7 +136,12 @@ void apply_table(Config& config, const toml::table& root, std::string_view sourc
         table && known, "[config] Expected a known section, but got '{}' ({}).{}", section.str(), place(source, node),
         suggest_config_key(section.str()));
     for (const auto& [key, value] : *table) {
-      set_key(config, fmt::format("{}.{}", section.str(), key.str()), value, place(source, value));
+      const std::string name = fmt::format("{}.{}", section.str(), key.str());
+      if (name == kRulesName) {
+        config.optimizer.rules = read_rules(value, source);
+      } else {
+        set_key(config, name, value, place(source, value));
+      }
     }
   }
 }
@@ -115,6 +164,10 @@ void apply_override(Config& config, const std::string& argument) {
       "[config] Expected --section.key=value, but got '{}'.{}", argument,
       suggest_config_key(std::string_view(argument).substr(argument.starts_with("--") ? 2 : 0)));
   const std::string name = argument.substr(2, equals - 2);
+  RAGGED_CHECK(
+      !name.starts_with(kRulesName),
+      "[config] Expected rules in the config file, but got '{}': the command line doesn't reach [[{}]].", argument,
+      kRulesName);
   const std::string text = argument.substr(equals + 1);
   const ConfigKey* key = find_config_key(name);
   const bool bare_text = key && std::holds_alternative<std::string*>(key->slot(config)) && !text.starts_with('"') &&
@@ -167,7 +220,23 @@ struct WriteValue {
     for (const T& value : *values) text += (text.empty() ? "" : ", ") + (*this)(&value);
     return "[" + text + "]";
   }
+  template <class T>
+  std::string operator()(const std::optional<T>* value) const {
+    return *value ? (*this)(&**value) : "";
+  }
 };
+
+std::string write_rules(const std::vector<optim::ParamRule>& rules) {
+  std::string text;
+  for (optim::ParamRule rule : rules) {
+    text += fmt::format("\n[[{}]]\n", kRulesName);
+    for (const RuleKey& key : rule_keys()) {
+      const std::string value = std::visit(WriteValue{}, key.slot(rule));
+      if (!value.empty()) text += fmt::format("{} = {}\n", key.name, value);  // empty: left out
+    }
+  }
+  return text;
+}
 
 }  // namespace
 
@@ -199,9 +268,11 @@ std::string to_toml(const Config& config) {
   Config copy = config;
   std::string text;
   std::string_view current;
+  const std::string_view section_of_rules = kRulesName.substr(0, kRulesName.find('.'));
   for (const ConfigKey& key : config_keys()) {
     const std::string_view section = key.name.substr(0, key.name.find('.'));
     if (section != current) {
+      if (current == section_of_rules) text += write_rules(config.optimizer.rules);
       text += fmt::format("{}[{}]\n", text.empty() ? "" : "\n", section);
       current = section;
     }
@@ -216,6 +287,9 @@ std::string describe_config_keys() {
   for (const ConfigKey& key : config_keys()) {
     text += fmt::format("  {:<32} {} [{}]\n", key.name, key.help, std::visit(WriteValue{}, key.slot(defaults)));
   }
+  text += fmt::format("\nKeys of a [[{}]] table, in the file alone; a later rule wins, in what it says:\n", kRulesName);
+  for (const RuleKey& key : rule_keys())
+    text += fmt::format("  {:<32} {} ({})\n", key.name, key.help, expected_value(key));
   return text;
 }
 

@@ -10,17 +10,22 @@
 #include <vector>
 
 #include "ragged/base/math.h"
+#include "ragged/optim/param_rules.h"
 
 namespace ragged::train {
 
-/// A Llama-style decoder.
+/// A decoder: Llama-style (llama.h), or with experts in the place of its SwiGLU layers (moe.h).
 struct ModelConfig {
+  std::string kind = "llama";
   Index dim = 256;
   Index layers = 4;
   Index heads = 4;
-  Index kv_heads = 2;  // must divide heads
-  Index feed_forward = 688;
-  Index vocabulary = 256;  // at least 256: tokens are bytes
+  Index kv_heads = 2;           // must divide heads
+  Index feed_forward = 688;     // of an expert, where there are experts
+  Index experts = 8;            // of a layer; moe only, like the next two
+  Index experts_per_token = 2;  // at most all
+  double balance_loss = 0.0;    // see [Note: balance] in moe.h
+  Index vocabulary = 256;       // at least 256: tokens are bytes
   double rope_theta = 10000.0;
   double norm_eps = 1e-5;
   double init_std = 0.02;
@@ -43,7 +48,8 @@ struct TrainConfig {
   Index warmup = 10;  // steps
   double lr = 3e-3;
   double min_lr_ratio = 0.1;
-  double clip = 1.0;  // largest gradient norm
+  double clip = 1.0;                // largest gradient norm
+  std::string nonfinite = "raise";  // or "skip" the step
   Index seed = 1;
   std::string param_dtype = "auto";
   std::string reduce_dtype = "fp32";
@@ -57,6 +63,7 @@ struct OptimizerConfig {
   double eps = 1e-8;
   double weight_decay = 0.1;
   std::string moment_dtype = "fp32";
+  std::vector<optim::ParamRule> rules = {};  // [[optimizer.rules]]; see param_rules.h
 };
 
 struct ParallelConfig {
@@ -100,9 +107,9 @@ struct Config {
 };
 
 /// Reads a TOML file, then applies overrides of the form "--section.key=value" in order; the last
-/// one wins. Sets run.dir where it is empty. Throws InvalidArgument that names file, line and key
-/// for a missing file, bad TOML, an unknown key (with the nearest known one), a value of another
-/// type, or one out of range.
+/// one wins. The rules of an optimizer are written in the file alone. Sets run.dir where it is empty. Throws
+/// InvalidArgument that names file, line and key for a missing file, bad TOML, an unknown key (with the nearest known
+/// one), a value of another type, or one out of range.
 Config load_config(const std::filesystem::path& path, std::span<const std::string> overrides = {});
 
 /// The same over text; `source` stands for the file in messages and run.dir.

@@ -18,18 +18,38 @@ constexpr double kNone = std::numeric_limits<double>::infinity();
 // The largest integer that TOML, JSON readers and doubles agree on.
 constexpr double kMaxExact = 9007199254740992.0;
 
+constexpr std::string_view kModelKinds[] = {"llama", "moe"};
+constexpr std::string_view kComputeDtypes[] = {"auto", "fp32", "bf16"};
+constexpr std::string_view kDtypes[] = {"fp32", "bf16"};
+constexpr std::string_view kOnNonfinite[] = {"raise", "skip"};
+constexpr std::string_view kCollectives[] = {"auto", "stock"};
+constexpr std::string_view kDevices[] = {"auto", "cpu", "cuda"};
+
 #define SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
 
 std::vector<ConfigKey> make_keys() {
   return {
+      {.name = "model.kind",
+       .slot = SLOT(model.kind),
+       .help = "llama, or moe: experts in the place of SwiGLU layers",
+       .choices = kModelKinds},
       {.name = "model.dim", .slot = SLOT(model.dim), .help = "width of the model", .min = 1},
       {.name = "model.layers", .slot = SLOT(model.layers), .help = "decoder layers", .min = 1},
       {.name = "model.heads", .slot = SLOT(model.heads), .help = "query heads", .min = 1},
       {.name = "model.kv_heads", .slot = SLOT(model.kv_heads), .help = "key and value heads; divides heads", .min = 1},
       {.name = "model.feed_forward",
        .slot = SLOT(model.feed_forward),
-       .help = "hidden width of the SwiGLU layer",
+       .help = "hidden width of the SwiGLU layer, or of an expert",
        .min = 1},
+      {.name = "model.experts", .slot = SLOT(model.experts), .help = "experts of a layer; moe only", .min = 1},
+      {.name = "model.experts_per_token",
+       .slot = SLOT(model.experts_per_token),
+       .help = "experts that a token goes to; moe only",
+       .min = 1},
+      {.name = "model.balance_loss",
+       .slot = SLOT(model.balance_loss),
+       .help = "weight of the loss that evens out the experts' use; moe only",
+       .min = 0},
       {.name = "model.vocabulary",
        .slot = SLOT(model.vocabulary),
        .help = "tokens; the first 256 are the bytes",
@@ -77,21 +97,28 @@ std::vector<ConfigKey> make_keys() {
        .help = "largest norm of the gradients; above it they are scaled down",
        .min = 0,
        .min_excluded = true},
+      {.name = "train.nonfinite",
+       .slot = SLOT(train.nonfinite),
+       .help = "what a loss or gradient norm that isn't finite does: stop the run, or skip the step",
+       .choices = kOnNonfinite},
       {.name = "train.seed", .slot = SLOT(train.seed), .help = "of initial values, data order and samples", .min = 0},
       {.name = "train.param_dtype",
        .slot = SLOT(train.param_dtype),
        .help = "of gathered parameters and compute; auto: bf16 where the hardware has it",
-       .choices = {"auto", "fp32", "bf16"}},
+       .choices = kComputeDtypes},
       {.name = "train.reduce_dtype",
        .slot = SLOT(train.reduce_dtype),
        .help = "of gradients on the wire",
-       .choices = {"fp32", "bf16"}},
+       .choices = kDtypes},
       {.name = "train.activation_checkpointing",
        .slot = SLOT(train.activation_checkpointing),
        .help = "keep no activations of layers, compute them again in backward"},
       {.name = "train.log_every", .slot = SLOT(train.log_every), .help = "steps between console lines", .min = 1},
 
-      {.name = "optimizer.kind", .slot = SLOT(optimizer.kind), .help = "the optimizer", .choices = {"adamw"}},
+      {.name = "optimizer.kind",
+       .slot = SLOT(optimizer.kind),
+       .help = "the optimizer, for what no rule sends elsewhere",
+       .choices = optim::optimizer_kinds()},
       {.name = "optimizer.betas",
        .slot = SLOT(optimizer.betas),
        .help = "decay of the two moments",
@@ -111,7 +138,7 @@ std::vector<ConfigKey> make_keys() {
       {.name = "optimizer.moment_dtype",
        .slot = SLOT(optimizer.moment_dtype),
        .help = "of the two moments",
-       .choices = {"fp32", "bf16"}},
+       .choices = kDtypes},
 
       {.name = "parallel.shard",
        .slot = SLOT(parallel.shard),
@@ -136,7 +163,7 @@ std::vector<ConfigKey> make_keys() {
       {.name = "parallel.collectives",
        .slot = SLOT(parallel.collectives),
        .help = "auto: the fastest measured; stock: those that FSDP2 issues",
-       .choices = {"auto", "stock"}},
+       .choices = kCollectives},
       {.name = "parallel.timeout_s",
        .slot = SLOT(parallel.timeout_s),
        .help = "seconds that a rank waits for the others",
@@ -175,7 +202,28 @@ std::vector<ConfigKey> make_keys() {
       {.name = "run.device",
        .slot = SLOT(run.device),
        .help = "auto: CUDA where there is a device for every rank",
-       .choices = {"auto", "cpu", "cuda"}},
+       .choices = kDevices},
+  };
+}
+
+#undef SLOT
+#define SLOT(member) [](optim::ParamRule& rule) -> ConfigSlot { return &rule.member; }
+
+std::vector<RuleKey> make_rule_keys() {
+  return {
+      {.name = "match", .slot = SLOT(match), .help = "regular expression, searched for in full names of parameters"},
+      {.name = "kind",
+       .slot = SLOT(kind),
+       .help = "the optimizer that takes them",
+       .choices = optim::optimizer_kinds()},
+      {.name = "lr_scale", .slot = SLOT(lr_scale), .help = "factor on the learning rate", .min = 0},
+      {.name = "weight_decay", .slot = SLOT(weight_decay), .help = "in the place of optimizer.weight_decay", .min = 0},
+      {.name = "state_format", .slot = SLOT(state_format), .help = "of the optimizer's states; depends on the kind"},
+      {.name = "splits",
+       .slot = SLOT(splits),
+       .help = "rows of each of the matrices that a fused weight is made of; muon and soap",
+       .min = 1},
+      {.name = "max_dims", .slot = SLOT(max_dims), .help = "only parameters of at most so many dims", .min = 1},
   };
 }
 
@@ -189,45 +237,129 @@ std::string_view last_part(std::string_view name) {
   return name.substr(name.find('.') + 1);
 }
 
-void check_number(const ConfigKey& key, double value) {
-  // NaN fails both comparisons, so it is refused by every key.
-  const bool above = key.min_excluded ? value > key.min : value >= key.min;
-  const bool below = key.max_excluded ? value < key.max : value <= key.max;
-  RAGGED_CHECK(
-      above && below && std::isfinite(value), "[config] Expected {}, but got {} (key '{}').", expected_value(key),
-      value, key.name);
+template <class Owner>
+struct Describe {
+  const KeyOf<Owner>& key;
+  std::string range() const {
+    std::string text;
+    if (key.min != -kNone) text += fmt::format(" {} {}", key.min_excluded ? ">" : ">=", key.min);
+    if (key.max != kNone) {
+      text += fmt::format("{} {} {}", text.empty() ? "" : " and", key.max_excluded ? "<" : "<=", key.max);
+    }
+    return text;
+  }
+  std::string operator()(const bool*) const { return "true or false"; }
+  std::string operator()(const Index*) const { return "an integer" + range(); }
+  std::string operator()(const double*) const { return "a number" + range(); }
+  std::string operator()(const std::string*) const {
+    return key.choices.empty() ? "a string" : fmt::format("one of {}", fmt::join(key.choices, ", "));
+  }
+  std::string operator()(const std::vector<Index>*) const { return "a list of integers" + range(); }
+  std::string operator()(const std::vector<double>*) const {
+    return key.length == 0 ? "a list of numbers" + range() : fmt::format("a list of {} numbers{}", key.length, range());
+  }
+  std::string operator()(const std::vector<std::string>*) const { return "a list of strings"; }
+  template <class Value>
+  std::string operator()(const std::optional<Value>*) const {
+    return (*this)(static_cast<const Value*>(nullptr));
+  }
+};
+
+template <class Owner>
+std::string describe_value(const KeyOf<Owner>& key) {
+  Owner scratch;
+  return std::visit(Describe<Owner>{key}, key.slot(scratch));
 }
 
+template <class Owner>
 struct CheckRange {
-  const ConfigKey& key;
+  const KeyOf<Owner>& key;
+  std::string name;  // with the list and position of its table
 
+  void number(double value) const {
+    // NaN fails both comparisons, so it is refused by every key.
+    const bool above = key.min_excluded ? value > key.min : value >= key.min;
+    const bool below = key.max_excluded ? value < key.max : value <= key.max;
+    RAGGED_CHECK(
+        above && below && std::isfinite(value), "[config] Expected {}, but got {} (key '{}').", describe_value(key),
+        value, name);
+  }
   void operator()(const bool*) const {}
   void operator()(const Index* value) const {
-    check_number(key, static_cast<double>(*value));
+    number(static_cast<double>(*value));
     RAGGED_CHECK(
-        static_cast<double>(*value) <= kMaxExact, "[config] Expected {}, but got {} (key '{}').", expected_value(key),
-        *value, key.name);
+        static_cast<double>(*value) <= kMaxExact, "[config] Expected {}, but got {} (key '{}').", describe_value(key),
+        *value, name);
   }
-  void operator()(const double* value) const { check_number(key, *value); }
+  void operator()(const double* value) const { number(*value); }
   void operator()(const std::string* value) const {
     RAGGED_CHECK(
         key.choices.empty() || std::ranges::find(key.choices, *value) != key.choices.end(),
-        "[config] Expected {}, but got \"{}\" (key '{}').", expected_value(key), *value, key.name);
+        "[config] Expected {}, but got \"{}\" (key '{}').", describe_value(key), *value, name);
   }
-  void operator()(const std::vector<double>* values) const {
+  template <class Value>
+  void operator()(const std::vector<Value>* values) const {
     RAGGED_CHECK(
         key.length == 0 || values->size() == key.length, "[config] Expected {}, but got {} of them (key '{}').",
-        expected_value(key), values->size(), key.name);
-    for (double value : *values) check_number(key, value);
+        describe_value(key), values->size(), name);
+    for (const Value& value : *values) (*this)(&value);
   }
-  void operator()(const std::vector<std::string>*) const {}
+  template <class Value>
+  void operator()(const std::optional<Value>* value) const {
+    if (*value) (*this)(&**value);
+  }
 };
+
+void validate_rules(const std::vector<optim::ParamRule>& rules) {
+  for (std::size_t i = 0; i < rules.size(); ++i) {
+    const std::string table = fmt::format("{}[{}]", kRulesName, i);
+    optim::ParamRule copy = rules[i];
+    for (const RuleKey& key : rule_keys()) {
+      std::visit(CheckRange<optim::ParamRule>{key, fmt::format("{}.{}", table, key.name)}, key.slot(copy));
+    }
+    optim::check_rule(copy, table);
+  }
+}
+
+void validate_model(const ModelConfig& model) {
+  RAGGED_CHECK(
+      model.heads % model.kv_heads == 0,
+      "[config] Expected model.heads to be a multiple of model.kv_heads, but got {} and {}. Every "
+      "key head serves the same number of query heads.",
+      model.heads, model.kv_heads);
+  RAGGED_CHECK(
+      model.dim % (2 * model.heads) == 0,
+      "[config] Expected model.dim to be a multiple of 2 * model.heads, but got {} and {} heads. "
+      "Rotary positions turn pairs of elements in a head.",
+      model.dim, model.heads);
+  RAGGED_CHECK(
+      model.kind != "moe" || model.experts_per_token <= model.experts,
+      "[config] Expected model.experts_per_token <= model.experts, but got {} and {}.", model.experts_per_token,
+      model.experts);
+}
 
 }  // namespace
 
 std::span<const ConfigKey> config_keys() {
   static const std::vector<ConfigKey> keys = make_keys();
   return keys;
+}
+
+std::span<const RuleKey> rule_keys() {
+  static const std::vector<RuleKey> keys = make_rule_keys();
+  return keys;
+}
+
+std::string suggest_rule_key(std::string_view name) {
+  std::string_view best;
+  std::size_t best_distance = std::max<std::size_t>(2, name.size() / 3) + 1;
+  for (const RuleKey& key : rule_keys()) {
+    const std::size_t distance = edit_distance(name, key.name);
+    if (distance >= best_distance) continue;
+    best = key.name;
+    best_distance = distance;
+  }
+  return best.empty() ? std::string() : fmt::format(" Did you mean '{}'?", best);
 }
 
 const ConfigKey* find_config_key(std::string_view name) {
@@ -255,47 +387,20 @@ std::string suggest_config_key(std::string_view name) {
 }
 
 std::string expected_value(const ConfigKey& key) {
-  Config scratch;
-  struct Describe {
-    const ConfigKey& key;
-    std::string range() const {
-      std::string text;
-      if (key.min != -kNone) text += fmt::format(" {} {}", key.min_excluded ? ">" : ">=", key.min);
-      if (key.max != kNone) {
-        text += fmt::format("{} {} {}", text.empty() ? "" : " and", key.max_excluded ? "<" : "<=", key.max);
-      }
-      return text;
-    }
-    std::string operator()(const bool*) const { return "true or false"; }
-    std::string operator()(const Index*) const { return "an integer" + range(); }
-    std::string operator()(const double*) const { return "a number" + range(); }
-    std::string operator()(const std::string*) const {
-      return key.choices.empty() ? "a string" : fmt::format("one of {}", fmt::join(key.choices, ", "));
-    }
-    std::string operator()(const std::vector<double>*) const {
-      return key.length == 0 ? "a list of numbers" + range()
-                             : fmt::format("a list of {} numbers{}", key.length, range());
-    }
-    std::string operator()(const std::vector<std::string>*) const { return "a list of strings"; }
-  };
-  return std::visit(Describe{key}, key.slot(scratch));
+  return describe_value(key);
+}
+
+std::string expected_value(const RuleKey& key) {
+  return describe_value(key);
 }
 
 void validate(const Config& config) {
   Config copy = config;
-  for (const ConfigKey& key : config_keys()) std::visit(CheckRange{key}, key.slot(copy));
-
-  const ModelConfig& model = config.model;
-  RAGGED_CHECK(
-      model.heads % model.kv_heads == 0,
-      "[config] Expected model.heads to be a multiple of model.kv_heads, but got {} and {}. Every "
-      "key head serves the same number of query heads.",
-      model.heads, model.kv_heads);
-  RAGGED_CHECK(
-      model.dim % (2 * model.heads) == 0,
-      "[config] Expected model.dim to be a multiple of 2 * model.heads, but got {} and {} heads. "
-      "Rotary positions turn pairs of elements in a head.",
-      model.dim, model.heads);
+  for (const ConfigKey& key : config_keys()) {
+    std::visit(CheckRange<Config>{key, std::string(key.name)}, key.slot(copy));
+  }
+  validate_model(config.model);
+  validate_rules(config.optimizer.rules);
   RAGGED_CHECK(
       config.checkpoint.every == 0,
       "[config] Expected checkpoint.every = 0, but got {}. Checkpoints aren't in this version yet.",

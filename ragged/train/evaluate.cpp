@@ -20,10 +20,10 @@ void reshard_all(const fsdp::Unit& root) {
 }  // namespace
 
 double validation_loss(
-    const comm::World& world, fsdp::Unit& root, Llama& model, const at::Tensor& text,
+    const comm::World& world, fsdp::Unit& root, LanguageModel& model, const at::Tensor& text,
     const ValidationOptions& options) {
   const at::NoGradGuard no_grad;
-  LlamaLogits logits_of{model};
+  Logits logits_of{model};
   at::Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(world.device()));
   // Every rank runs as many forwards as the others, since each gathers; a rank with nothing left repeats sequences
   // that don't count.
@@ -44,9 +44,9 @@ double validation_loss(
 }
 
 std::string generate(
-    fsdp::Unit& root, Llama& model, c10::Device device, std::string_view prompt, const SampleOptions& options) {
+    fsdp::Unit& root, LanguageModel& model, c10::Device device, std::string_view prompt, const SampleOptions& options) {
   const at::NoGradGuard no_grad;
-  LlamaLogits logits_of{model};
+  Logits logits_of{model};
   at::Generator generator = at::detail::createCPUGenerator(options.seed);
   std::vector<std::int64_t> tokens;
   for (char byte : prompt) tokens.push_back(static_cast<unsigned char>(byte));

@@ -8,7 +8,7 @@
 
 #include "ragged/comm/world.h"
 #include "ragged/fsdp/unit.h"
-#include "ragged/train/llama.h"
+#include "ragged/train/language_model.h"
 
 namespace ragged::train {
 
@@ -21,7 +21,8 @@ struct ValidationOptions {
 /// Mean cross-entropy in nats per token, the same number on all ranks; which sequences count doesn't depend on the
 /// number of ranks. Collective.
 double validation_loss(
-    const comm::World& world, fsdp::Unit& root, Llama& model, const at::Tensor& text, const ValidationOptions& options);
+    const comm::World& world, fsdp::Unit& root, LanguageModel& model, const at::Tensor& text,
+    const ValidationOptions& options);
 
 struct SampleOptions {
   Index bytes = 240;
@@ -33,7 +34,7 @@ struct SampleOptions {
 /// The prompt, continued byte by byte. Keeps the gathered parameters from one byte to the next, so it needs the memory
 /// of the whole model. Collective.
 std::string generate(
-    fsdp::Unit& root, Llama& model, c10::Device device, std::string_view prompt, const SampleOptions& options);
+    fsdp::Unit& root, LanguageModel& model, c10::Device device, std::string_view prompt, const SampleOptions& options);
 
 /// For a terminal: what isn't printable ASCII or a line break shows as '?'.
 std::string printable(std::string_view text);

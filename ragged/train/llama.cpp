@@ -5,20 +5,9 @@
 
 #include <ATen/ATen.h>
 
-#include "ragged/fsdp/deferred.h"
 #include "ragged/fsdp/unit.h"
 
 namespace ragged::train {
-
-MakeParameter parameters_on(c10::Device device) {
-  return [device](at::IntArrayRef sizes) {
-    return at::empty(sizes, at::TensorOptions().dtype(at::kFloat).device(device));
-  };
-}
-
-MakeParameter deferred_parameters(c10::Device device) {
-  return [device](at::IntArrayRef sizes) { return fsdp::deferred_parameter(sizes, at::kFloat, device); };
-}
 
 Linear::Linear(Index in, Index out, const MakeParameter& make)
     : weight(register_parameter("weight", make({out, in}))) {}
@@ -116,7 +105,7 @@ at::Tensor DecoderLayer::forward(const at::Tensor& x) {
   return h + fsdp::call(*mlp, fsdp::call(*post_attention_layernorm, h));
 }
 
-Llama::Llama(const ModelConfig& config, const MakeParameter& make) {
+Llama::Llama(const ModelConfig& config, const MakeParameter& make) : config_(config) {
   const auto rotary = std::make_shared<RotaryTable>(config.dim / config.heads, config.rope_theta);
   embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
@@ -134,24 +123,27 @@ at::Tensor Llama::forward_logits(const at::Tensor& tokens) {
 }
 
 at::Tensor Llama::forward(const at::Tensor& tokens, const at::Tensor& targets) {
-  // The loss is a sum over many small terms: in fp32 whatever the layers compute in.
-  const at::Tensor logits = forward_logits(tokens).to(at::kFloat);
-  return at::cross_entropy_loss(logits.flatten(0, -2), targets.flatten());
+  return mean_cross_entropy(forward_logits(tokens), targets);
+}
+
+std::vector<ShardableModule*> Llama::layer_modules() const {
+  std::vector<ShardableModule*> modules;
+  for (const auto& layer : layers) modules.push_back(layer.get());
+  return modules;
+}
+
+fsdp::InitFn Llama::init_rule() const {
+  return train::init_rule(config_);
 }
 
 fsdp::InitFn init_rule(const ModelConfig& config) {
   const double residual_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
   return [std = config.init_std, residual_std](const std::string& name, std::span<const Index> shape) {
+    if (name.ends_with("bias")) return fsdp::constant(0.0);
     if (shape.size() == 1) return fsdp::constant(1.0);
-    const bool writes_residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+    const bool writes_residual = name.ends_with("o_proj.weight") || name.find("down_proj") != std::string::npos;
     return fsdp::normal(0.0, writes_residual ? residual_std : std);
   };
-}
-
-Index parameter_count(const torch::nn::Module& module) {
-  Index count = 0;
-  for (const at::Tensor& parameter : module.parameters()) count += parameter.numel();
-  return count;
 }
 
 }  // namespace ragged::train

@@ -1,32 +1,15 @@
 // A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied
-// embedding and head. Names and shapes are Hugging Face's, so that its checkpoints fit. Plain
-// torch::nn modules: they know nothing of ranks, and whether a child is sharded is decided by
-// fully_shard, not here.
+// embedding and head. Names and shapes are Hugging Face's, so that its checkpoints fit.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <torch/nn/module.h>
-
-#include "ragged/fsdp/init.h"
-#include "ragged/fsdp/shardable.h"
-#include "ragged/train/config.h"
+#include "ragged/train/language_model.h"
 
 namespace ragged::train {
-
-/// Makes an uninitialised fp32 parameter of these sizes.
-using MakeParameter = std::function<at::Tensor(at::IntArrayRef sizes)>;
-/// With memory, or with sizes alone on the meta device.
-MakeParameter parameters_on(c10::Device device);
-/// Without memory until the model is sharded and initialised; see fsdp::deferred_parameter.
-MakeParameter deferred_parameters(c10::Device device);
-
-/// Any part of the model may become a unit.
-class ShardableModule : public torch::nn::Module, public fsdp::Shardable {};
 
 /// y = x W^T; no bias.
 class Linear : public ShardableModule {
@@ -111,32 +94,26 @@ class DecoderLayer : public ShardableModule {
   std::shared_ptr<SwiGlu> mlp;
 };
 
-class Llama : public ShardableModule {
+class Llama : public LanguageModel {
  public:
   Llama(const ModelConfig& config, const MakeParameter& make);
 
-  /// Mean cross-entropy in nats, fp32, 0-dim. tokens, targets: [batch, sequence] int64.
-  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets);
-  /// [batch, sequence, vocabulary].
-  at::Tensor forward_logits(const at::Tensor& tokens);
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& targets) override;
+  at::Tensor forward_logits(const at::Tensor& tokens) override;
+  std::vector<ShardableModule*> layer_modules() const override;
+  fsdp::InitFn init_rule() const override;
 
   std::shared_ptr<Embedding> embed_tokens;
   std::vector<std::shared_ptr<DecoderLayer>> layers;
   std::shared_ptr<RmsNorm> norm;
   std::shared_ptr<Linear> lm_head;
+
+ private:
+  ModelConfig config_;
 };
 
-/// The model as a function from tokens to logits, for a unit to call: root->call(logits, tokens).
-struct LlamaLogits {
-  Llama& model;
-  at::Tensor forward(const at::Tensor& tokens) { return model.forward_logits(tokens); }
-};
-
-/// Norms start at 1, matrices normal with init_std, those that write to the residual stream by
+/// Norms start at 1, biases at 0, matrices normal with init_std, those that write to the residual stream by
 /// sqrt(2 layers) smaller, so that its size doesn't grow with depth.
 fsdp::InitFn init_rule(const ModelConfig& config);
-
-/// Number of parameters.
-Index parameter_count(const torch::nn::Module& module);
 
 }  // namespace ragged::train

@@ -14,7 +14,7 @@
 #include "ragged/optim/clip_grad.h"
 #include "ragged/train/device.h"
 #include "ragged/train/evaluate.h"
-#include "ragged/train/llama.h"
+#include "ragged/train/language_model.h"
 #include "ragged/train/precision.h"
 #include "ragged/train/schedule.h"
 #include "ragged/train/step_meter.h"
@@ -49,7 +49,7 @@ void check_same_text(const comm::World& world, std::uint64_t fingerprint) {
 
 // A unit a layer; embedding, last norm and head are the root's own.
 std::shared_ptr<fsdp::Unit> shard_model(
-    Llama& model, const comm::MeshGroups& groups, const Config& config, at::ScalarType param_dtype) {
+    LanguageModel& model, const comm::MeshGroups& groups, const Config& config, at::ScalarType param_dtype) {
   fsdp::FullyShardOptions options;
   options.groups = groups;
   options.mixed_precision.param_dtype = param_dtype;
@@ -65,9 +65,7 @@ std::shared_ptr<fsdp::Unit> shard_model(
   layer_options.reshard_after_forward = config.parallel.reshard_after_forward;
   layer_options.activation_checkpointing = config.train.activation_checkpointing;
   std::vector<std::shared_ptr<fsdp::Unit>> layers;
-  for (const auto& layer : model.layers) {
-    layers.push_back(fsdp::fully_shard(*layer, layer_options));
-  }
+  for (ShardableModule* layer : model.layer_modules()) layers.push_back(fsdp::fully_shard(*layer, layer_options));
   auto root = fsdp::fully_shard(model, options);
 
   fsdp::RuntimeOptions runtime;
@@ -99,7 +97,7 @@ void check_finite(double loss, double grad_norm, Index step, double lr) {
 }
 
 std::string headline(
-    const Config& config, const comm::World& world, const TextData& data, const Llama& model,
+    const Config& config, const comm::World& world, const TextData& data, const LanguageModel& model,
     const ComputeDtype& compute) {
   const TrainConfig& train = config.train;
   return fmt::format(
@@ -140,19 +138,19 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
   const ComputeDtype compute = choose_param_dtype(config.train.param_dtype, world.device().type(), read_cpuinfo());
 
   // The model takes no memory until each rank fills its shard.
-  Llama model(config.model, deferred_parameters(world.device()));
-  const auto root = shard_model(model, groups, config, compute.dtype);
-  root->init_parameters(seed, init_rule(config.model));
+  const std::shared_ptr<LanguageModel> model = make_model(config.model, deferred_parameters(world.device()));
+  const auto root = shard_model(*model, groups, config, compute.dtype);
+  root->init_parameters(seed, model->init_rule());
   optim::AdamW optimizer = make_optimizer(root, config);
 
   Reporter report(world.rank() == 0, config.run.dir);
   report.say(to_toml(config));
-  report.say(headline(config, world, data, model, compute));
+  report.say(headline(config, world, data, *model, compute));
   if (world.rank() == 0) write_file(report.dir() / "config.toml", to_toml(config));
 
   const auto validate_now = [&] {
     return validation_loss(
-        world, *root, model, data.validation,
+        world, *root, *model, data.validation,
         {.sequences = config.eval.sequences, .sequence = sequence, .batch = batch});
   };
   const double initial_val_loss = validate_now();
@@ -174,7 +172,7 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
       root->set_requires_gradient_sync(config.train.sync_each_micro_batch || micro == accumulate - 1);
       const Index first = (world.rank() * accumulate + micro) * batch;
       const Batch part = training_batch(data.train, sequence, seed, {.step = step, .first = first, .count = batch});
-      const at::Tensor loss = root->call(model, part.tokens.to(world.device()), part.targets.to(world.device()));
+      const at::Tensor loss = root->call(*model, part.tokens.to(world.device()), part.targets.to(world.device()));
       (loss / accumulate).backward();
       loss_sum += loss.detach();
     }
@@ -213,14 +211,14 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
   if (config.eval.sample_bytes > 0) {
     root->set_reshard_after_forward(false);
     const std::string text = generate(
-        *root, model, world.device(), kPrompt,
+        *root, *model, world.device(), kPrompt,
         {.bytes = config.eval.sample_bytes, .context = sequence, .temperature = config.eval.temperature, .seed = seed});
     report.say(fmt::format("\nthe model writes:\n\n{}\n", printable(text)));
   }
 
   RunSummary summary{
       .steps = steps,
-      .parameters = parameter_count(model),
+      .parameters = parameter_count(*model),
       .world_size = world.size(),
       .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
       .seconds = seconds,

@@ -40,6 +40,8 @@ struct Change {
     if (key.name == "checkpoint.resume") return;
     *value = key.choices.empty() ? "a \"b\"\\\n\t'c' \xc3\xa9" : std::string(key.choices.back());
   }
+  template <class Value>
+  void operator()(std::optional<Value>*) const {}  // of rules alone
   void operator()(std::vector<double>* values) const { *values = {0.125, 1.0 / 3.0}; }
   void operator()(std::vector<std::string>* values) const { *values = {".md", "\".txt"}; }
 };
@@ -81,6 +83,73 @@ TEST(Config, every_key_can_be_overridden_by_what_it_is_written_as) {
     EXPECT_EQ(to_toml(parse(base, {"--" + std::string(key.name) + "=" + value})), written)
         << key.name << " = " << value;
   }
+}
+
+constexpr const char* kRules = R"([optimizer]
+kind = "muon"
+
+[[optimizer.rules]]
+match = 'layers\.0\.'
+lr_scale = 2
+
+[[optimizer.rules]]
+match = ""
+kind = "adamw8bit"
+lr_scale = 0.5
+weight_decay = 0.0
+state_format = "power"
+splits = [3, 5]
+max_dims = 2
+)";
+
+TEST(Config, rules_of_the_optimizer_are_read_in_order) {
+  const std::vector<optim::ParamRule> rules = parse(kRules).optimizer.rules;
+  ASSERT_EQ(rules.size(), 2u);
+  EXPECT_EQ(rules[0], (optim::ParamRule{.match = "layers\\.0\\.", .lr_scale = 2.0}));
+  EXPECT_EQ(
+      rules[1],
+      (optim::ParamRule{
+          .match = "",
+          .kind = "adamw8bit",
+          .lr_scale = 0.5,
+          .weight_decay = 0.0,
+          .state_format = "power",
+          .splits = std::vector<Index>{3, 5},
+          .max_dims = 2}));
+}
+
+TEST(Config, rules_survive_writing_and_reading) {
+  const Config config = parse(kRules);
+  const std::string written = to_toml(config);
+  EXPECT_EQ(parse(written).optimizer.rules, config.optimizer.rules) << written;
+  EXPECT_EQ(to_toml(parse(written)), written);
+  expect_in(written, {"[[optimizer.rules]]", "splits = [3, 5]", "weight_decay = 0.0", "[parallel]"});
+  EXPECT_TRUE(parse("[optimizer]\nrules = []\n").optimizer.rules.empty());
+}
+
+TEST(Config, mistakes_in_rules_are_named_with_their_place) {
+  const auto rule = [](std::string_view text) { return message("[[optimizer.rules]]\n" + std::string(text)); };
+  expect_in(rule("kind = \"muon\"\n"), {"'match'", "line 1"});
+  expect_in(rule("match = \"a\"\nmatc = 3\n"), {"'matc'", "line 3", "'match'?"});
+  expect_in(rule("match = 3\n"), {"a string", "3", "'optimizer.rules.match'", "line 2"});
+  expect_in(rule("match = \"a\"\nsplits = [1.5]\n"), {"a list of integers >= 1", "splits", "line 3"});
+  expect_in(rule("match = \"a\"\nsplits = [4, 0]\n"), {"a list of integers >= 1", "0", "optimizer.rules[0].splits"});
+  expect_in(rule("match = \"a\"\nkind = \"moun\"\n"), {"one of adamw", "moun", "optimizer.rules[0].kind"});
+  expect_in(rule("match = \"a\"\nlr_scale = -1.0\n"), {"a number >= 0", "-1", "optimizer.rules[0].lr_scale"});
+  expect_in(rule("match = \"(\"\n"), {"regular expression", "'('", "optimizer.rules[0]"});
+  expect_in(message("[optimizer]\nrules = 3\n"), {"[[optimizer.rules]]", "3", "line 2"});
+  expect_in(message("[optimizer]\nrules = [1, 2]\n"), {"[[optimizer.rules]]", "a list of 2"});
+}
+
+TEST(Config, command_line_does_not_reach_rules_and_says_so) {
+  expect_in(message("", {"--optimizer.rules=[]"}), {"--optimizer.rules=[]", "command line", "config file"});
+  expect_in(message(kRules, {"--optimizer.rules.0.kind=adamw"}), {"command line", "[[optimizer.rules]]"});
+}
+
+TEST(Config, experts_of_a_token_are_at_most_all) {
+  expect_in(
+      message("[model]\nkind = \"moe\"\nexperts = 2\nexperts_per_token = 3\n"), {"model.experts_per_token", "3 and 2"});
+  EXPECT_NO_THROW(parse("[model]\nexperts = 2\nexperts_per_token = 3\n"));  // of no matter without experts
 }
 
 TEST(Config, later_overrides_win_over_earlier_ones_and_over_the_file) {
@@ -173,6 +242,7 @@ TEST(Config, missing_file_is_named) {
 TEST(Config, help_has_a_line_for_every_key) {
   const std::string help = describe_config_keys();
   for (const ConfigKey& key : config_keys()) expect_in(help, {key.name});
+  for (const RuleKey& key : rule_keys()) expect_in(help, {key.help});
 }
 
 }  // namespace

@@ -100,6 +100,21 @@ TEST_F(Trainer, equal_global_batches_give_equal_runs_on_any_number_of_ranks) {
   for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-5, std::to_string(ranks) + " ranks");
 }
 
+TEST_F(Trainer, experts_train_alike_on_any_number_of_ranks) {
+  config_.model.kind = "moe";
+  config_.model.feed_forward = 12;
+  config_.model.experts = 5;
+  const Outcome one = run(1, config_);
+  for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-5, std::to_string(ranks) + " ranks");
+  Config config = shared_by(2);
+  config.train.activation_checkpointing = true;
+  config.model.balance_loss = 0.01;
+  const Outcome recomputed = run(2, config);
+  config.train.activation_checkpointing = false;
+  expect_equal(run(2, config), recomputed, 2e-5, "recomputed, with the balance loss");
+  EXPECT_NE(recomputed.loss(0), one.loss(0));
+}
+
 TEST_F(Trainer, accumulation_gives_the_run_of_the_larger_batch) {
   const Outcome whole = run(2, shared_by(2));
   Config config = shared_by(4);
