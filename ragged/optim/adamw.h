@@ -1,13 +1,12 @@
-// AdamW over the flat shards of a tree of units: one fused pass a span, no per-parameter tensors. Given equal
+// AdamW over the flat shards of a tree of units: one fused pass over all of them, no per-parameter tensors. Given equal
 // gradients the result is equal bit for bit for every world size and layout.
 #pragma once
 
-#include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "ragged/fsdp/unit.h"
+#include "ragged/optim/optimizer.h"
 
 namespace ragged::optim {
 
@@ -16,29 +15,32 @@ struct AdamWOptions {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  double weight_decay = 0.01;
-  /// Which parameters decay; none: those of two and more dims. Sees the global shape, so all ranks decide alike.
-  std::function<bool(const buffer::ShardedTensor&)> decays{};
-  /// Moments in bf16 halve their memory; none: the parameters' dtype.
+  double weight_decay = 0.01;  // of parameters of two and more dims
+  /// Moments in bf16 halve their memory. A policy's state_format "fp32" or "bf16" goes before it.
   at::ScalarType moment_dtype = at::kFloat;
+  /// Which parameters it steps, and how they differ. None: all of them alike.
+  ParamPolicy policy{};
 };
 
-/// Holds two moments a parameter element of this rank's shard. A parameter without gradient is untouched, decay
-/// included, and its step count stays.
-class AdamW {
+/// Holds two moments a parameter element of this rank's shard, named "<parameter>.exp_avg" and
+/// "<parameter>.exp_avg_sq". A parameter without gradient is untouched, decay included, and its step count stays. Not
+/// collective.
+class AdamW : public Optimizer {
  public:
-  /// Throws InvalidArgument on options out of range or masters that aren't fp32.
+  /// Throws InvalidArgument on options and settings out of range or masters that aren't fp32.
   AdamW(std::shared_ptr<fsdp::Unit> root, AdamWOptions options);
-  ~AdamW();
+  ~AdamW() override;
   AdamW(AdamW&&) noexcept;
   AdamW& operator=(AdamW&&) noexcept;
 
-  void step();
-  void set_lr(double lr);
-  double lr() const;
+  void step(const StepScale& scale = {}) override;
+  void set_lr(double lr) override;
+  double lr() const override;
 
-  /// First and second moments as sharded tensors named "<parameter>.exp_avg" and "<parameter>.exp_avg_sq".
-  std::vector<buffer::ShardedTensor> states() const;
+  std::vector<buffer::ShardedTensor> states() const override;
+  std::vector<std::int64_t> steps() const override;
+  void set_steps(const std::vector<std::int64_t>& steps) override;
+  std::vector<OptimizerRow> table() const override;
 
  private:
   struct Impl;

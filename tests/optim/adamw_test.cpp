@@ -129,13 +129,13 @@ TEST(AdamW, keeps_moments_in_bfloat16) {
 TEST(AdamW, decays_what_the_caller_says_by_global_shape) {
   const auto rule = [](const std::string& name, at::IntArrayRef) { return name.ends_with("down") || name == "norm"; };
   AdamWOptions own = options();
-  own.decays = [&](const ShardedTensor& parameter) {
+  own.policy = [&](const ShardedTensor& parameter) {
     const std::vector<Index> shape = parameter.name == "norm" ? std::vector<Index>{12} : std::vector<Index>{12, 19};
     const bool decays = rule(parameter.name, {});
     if (decays) {
       EXPECT_EQ(parameter.shape, shape);
     }
-    return decays;
+    return optim::ParamSettings{.weight_decay = decays ? own.weight_decay : 0.0};
   };
   for (const MeshShape& mesh : {MeshShape{1, 1}, MeshShape{1, 3}}) run_steps(mesh, own, twins_of(rule), as_stored);
 }
