@@ -116,11 +116,10 @@ std::vector<ParamRule> default_rules(std::string_view kind) {
     rules.push_back({.match = "bias$", .kind = adamw});
     rules.push_back({.match = "", .kind = adamw, .max_dims = 1});
   }
-  if (kind == "adamw8bit") {
-    rules.push_back({.match = "(^|\\.)(embed_tokens|wte|wpe)\\.", .state_format = "fp32"});
-  }
-  // The biases of stacked experts are [experts, out], and biases still.
-  rules.push_back({.match = "bias$", .weight_decay = 0.0});
+  // The biases of stacked experts are [experts, out], and biases still: they neither decay nor lie in tiles.
+  std::optional<std::string> format;
+  if (kind == "adamw8bit") format = "fp32";
+  rules.push_back({.match = "bias$", .weight_decay = 0.0, .state_format = format});
   return rules;
 }
 

@@ -49,7 +49,7 @@ struct ParamChoice {
 };
 
 /// What holds before a user's rules where `kind` is the optimizer: embeddings, head, norms, biases, routers and 1-D
-/// parameters go from the matrix optimizers to AdamW; 8-bit states leave embeddings alone; stacked biases don't decay.
+/// parameters go from the matrix optimizers to AdamW; stacked biases don't decay, and have states in fp32.
 std::vector<ParamRule> default_rules(std::string_view kind);
 
 /// One choice a parameter, in order. Throws InvalidArgument, naming rule or parameter and a remedy, for an unknown

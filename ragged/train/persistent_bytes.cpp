@@ -1,0 +1,69 @@
+#include "ragged/train/persistent_bytes.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "ragged/base/error.h"
+#include "ragged/optim/tile_geometry.h"
+#include "ragged/plan/bucket_plan.h"
+
+namespace ragged::train {
+namespace {
+
+constexpr Index kFp32 = 4;
+
+// Of the elements `owned` of one parameter.
+Index state_bytes(const optim::OptimizerRow& row, layout::Interval owned) {
+  const Index numel = owned.size();
+  const bool is_adam = row.optimizer.starts_with("adamw");
+  const Index moments = is_adam ? 2 : 1;
+  if (row.state_format == "fp32") return moments * kFp32 * numel;
+  if (row.state_format == "bf16") return moments * 2 * numel;
+  if (is_adam) {  // a byte an element, and a scale a tile
+    return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size());
+  }
+  // int8: a scale a row; rows aren't cut.
+  RAGGED_ASSERT(row.state_format.starts_with("int8"), "states of '{}' in '{}'", row.name, row.state_format);
+  return numel + kFp32 * (numel / row.shape.back());
+}
+
+}  // namespace
+
+PersistentBytes planned_persistent_bytes(fsdp::Unit& root, std::span<const optim::OptimizerRow> rows) {
+  const int rank = root.groups().shard.rank();
+  const auto units = root.units();
+  PersistentBytes bytes;
+  for (const auto& unit : units) {
+    const plan::BucketPlan* plan = unit->plan();
+    if (!plan) continue;
+    bytes.parameters += kFp32 * plan->local_numel(rank);
+    bytes.gradients += kFp32 * plan->local_numel(rank, plan->num_trainable_segments());
+  }
+  std::map<std::string, const optim::OptimizerRow*> by_name;
+  for (const optim::OptimizerRow& row : rows) by_name[row.name] = &row;
+  for (const buffer::ShardedTensor& parameter : root.sharded_parameters()) {
+    const auto row = by_name.find(parameter.name);
+    if (row == by_name.end()) continue;
+    const plan::BucketPlan& plan = *units[static_cast<std::size_t>(parameter.unit)]->plan();
+    bytes.optimizer_states += state_bytes(*row->second, plan.owned(parameter.index, rank));
+  }
+  return bytes;
+}
+
+PersistentBytes measured_persistent_bytes(fsdp::Unit& root, const optim::Optimizer& optimizer) {
+  PersistentBytes bytes;
+  const auto nbytes = [](const at::Tensor& tensor) {
+    return tensor.defined() ? static_cast<Index>(tensor.nbytes()) : Index{0};
+  };
+  for (const fsdp::FlatShard& shard : root.flat_shards()) {
+    bytes.parameters += nbytes(shard.params);
+    bytes.gradients += nbytes(shard.grads);
+  }
+  for (const buffer::ShardedTensor& state : optimizer.states()) bytes.optimizer_states += nbytes(state.local);
+  return bytes;
+}
+
+}  // namespace ragged::train
