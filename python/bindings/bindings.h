@@ -12,5 +12,6 @@ void bind_layout(py::module_& module);
 void bind_init(py::module_& module);
 void bind_fsdp(py::module_& module);
 void bind_optim(py::module_& module);
+void bind_muon(py::module_& module);
 
 }  // namespace ragged::python

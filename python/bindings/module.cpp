@@ -40,4 +40,5 @@ PYBIND11_MODULE(_C, module) {
   ragged::python::bind_init(module);
   ragged::python::bind_fsdp(module);
   ragged::python::bind_optim(module);
+  ragged::python::bind_muon(module);
 }

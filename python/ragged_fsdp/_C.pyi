@@ -95,6 +95,52 @@ def decode_tiles(
 ) -> Tensor:
     """Moments as fp32, in the codes' shape, of elements [begin, end) of a parameter of this shape."""
 
+# ---- muon.cpp ----
+
+class MuonPlan:
+    """Who orthogonalises what, and what travels: see ragged_fsdp.optim.Muon."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        held: Sequence[Sequence[_Pair]],
+        splits: Sequence[int],
+        buckets: Sequence[int],
+        flatten: bool,
+        momentum: float,
+        nesterov: bool,
+        scale: str,
+        coefficients: str,
+        num_steps: int,
+        ns_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        share_replicas: bool,
+        buckets_in_flight: int,
+        shard: Communicator,
+        replicate: Communicator,
+    ) -> None: ...
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        momenta: Sequence[Tensor],
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+        /,
+    ) -> None:
+        """In place; a parameter without gradient is untouched. Collective."""
+
+    def matrices(self) -> list[tuple[int, int, int, int, bool]]:
+        """(parameter, rows, columns, root, whether the root holds all of it)."""
+
+    @property
+    def num_buckets(self) -> int: ...
+    @property
+    def loads(self) -> list[float]:
+        """Cost by rank, in floating-point operations."""
+
 # ---- fsdp.cpp: groups ----
 
 class Communicator:

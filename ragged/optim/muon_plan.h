@@ -11,7 +11,7 @@
 // ranks there are: bit for bit, given equal gradients.
 //
 // Muon: Jordan et al., 2024; scale "match_rms_adamw": Moonlight (arXiv 2502.16982); one root a matrix: veScale-FSDP
-// (arXiv 2602.22437), Algorithm 2; NorMuon: arXiv 2510.05491; 8-bit momentum: arXiv 2509.23106.
+// (arXiv 2602.22437), Algorithm 2.
 #pragma once
 
 #include <cstdint>
@@ -49,11 +49,6 @@ struct MuonMath {
   NewtonSchulzOptions newton_schulz{};
   /// What travels, and so what Newton-Schulz sees, in a group of one too: bf16 or fp32.
   at::ScalarType wire_dtype = at::kBFloat16;
-  /// NorMuon: rows of the update are divided by the root of a moving average of their mean square, and the whole is
-  /// scaled back to the norm it had.
-  bool normalise_rows = false;
-  double row_beta = 0.95;
-  double row_eps = 1e-10;
 };
 
 struct MuonMovement {
@@ -76,11 +71,9 @@ struct MuonParam {
 /// This rank's part of one parameter in one step: 1-D and contiguous, `held` elements, in place. Empty pieces must be
 /// given too.
 struct MuonPiece {
-  at::Tensor param;                // fp32, or another floating dtype through slower code
-  at::Tensor grad;                 // undefined: the parameter is untouched. All ranks must agree; see MuonPlan::step()
-  at::Tensor momentum;             // fp32 or bf16; int8 codes with momentum_scales
-  at::Tensor momentum_scales{};    // fp32, one a row held; a value is code * scale
-  at::Tensor row_second_moment{};  // fp32, row_interval().size(); with normalise_rows
+  at::Tensor param;     // fp32, or another floating dtype through slower code
+  at::Tensor grad;      // undefined: the parameter is untouched. All ranks must agree; see MuonPlan::step()
+  at::Tensor momentum;  // fp32 or bf16
   double lr = 1e-3;
   double weight_decay = 0.1;  // decoupled, before the update
 };
@@ -112,19 +105,15 @@ class MuonPlan {
   /// One step; `pieces` in the order of the parameters. Collective, without host synchronisation on a CUDA device:
   /// over the shard group twice a bucket that has cut matrices, over the replicate group once a bucket with kShare.
   /// Ranks must agree on which gradients are undefined, also of parameters that they hold nothing of: a rank that
-  /// leaves one out contributes zeros. With check_order (RAGGED_CHECK=1) a disagreement is a CommError on all ranks.
+  /// leaves one out contributes zeros to its matrices.
   void step(std::span<const MuonPiece> pieces, const StepScale& scale = {});
 
   const std::vector<MuonParam>& params() const;
   const std::vector<MuonMatrix>& matrices() const;
   int num_buckets() const;
-  /// Rows whose first element this rank holds, counted through the whole stack: those of row_second_moment.
-  layout::Interval row_interval(int param, int rank) const;
   /// Newton-Schulz cost by rank of shard group x replicas (replica-major), in floating-point operations.
   std::vector<double> loads() const;
   std::uint64_t hash() const;
-  /// Memory held between steps, on this rank.
-  Index buffer_bytes() const;
 
  private:
   struct Impl;

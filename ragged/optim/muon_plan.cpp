@@ -1,0 +1,433 @@
+#include "ragged/optim/muon_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include "ragged/base/error.h"
+#include "ragged/optim/matrix_exchange.h"
+#include "ragged/optim/muon_passes.h"
+#include "ragged/plan/matrix_roots.h"
+
+namespace ragged::optim {
+namespace {
+
+using layout::Interval;
+
+// Rows and columns of the matrices in a parameter, and how many there are.
+struct Stack {
+  Index count = 1;
+  Index rows = 0;
+  Index cols = 0;
+};
+
+Stack stack_of(const MuonParam& param) {
+  const std::vector<Index>& shape = param.shape;
+  RAGGED_CHECK(
+      shape.size() >= 2,
+      "[muon] Expected parameters of two and more dims, but got the shape [{}] (param '{}'). Send it to AdamW.",
+      fmt::join(shape, ", "), param.name);
+  if (param.flatten_rest) return {.rows = shape[0], .cols = checked_product(std::span(shape).subspan(1))};
+  const std::size_t last = shape.size() - 1;
+  return {.count = checked_product(std::span(shape).first(last - 1)), .rows = shape[last - 1], .cols = shape[last]};
+}
+
+void check_held(const MuonParam& param, int ranks) {
+  RAGGED_CHECK(
+      std::ssize(param.held) == ranks, "[muon] Expected an interval for each of {} ranks, but got {} (param '{}').",
+      ranks, param.held.size(), param.name);
+  Index end = 0;
+  for (const Interval& interval : param.held) {
+    if (interval.empty()) continue;
+    RAGGED_CHECK(
+        interval.begin == end,
+        "[muon] Expected intervals that ascend without gap or overlap, but got [{}, {}) after {} (param '{}').",
+        interval.begin, interval.end, end, param.name);
+    end = interval.end;
+  }
+  RAGGED_CHECK(
+      end == checked_product(param.shape),
+      "[muon] Expected intervals that cover all {} elements, but got {} (param '{}').", checked_product(param.shape),
+      end, param.name);
+}
+
+std::vector<Interval> row_ranges_of(const MuonParam& param, Index rows) {
+  if (param.row_ranges.empty()) return {{0, rows}};
+  Index end = 0;
+  for (const Interval& range : param.row_ranges) {
+    RAGGED_CHECK(
+        range.begin == end && range.end > end,
+        "[muon] Expected row ranges that follow each other, but got [{}, {}) after {} (param '{}').", range.begin,
+        range.end, end, param.name);
+    end = range.end;
+  }
+  RAGGED_CHECK(
+      end == rows,
+      "[muon] Expected row ranges over all {} rows, but got {} (param '{}'). Name every part of the fused weight.",
+      rows, end, param.name);
+  return param.row_ranges;
+}
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  return (hash ^ value) * 0x100000001B3ULL + (hash >> 47);
+}
+
+void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
+  if (group.size() == 1) return;
+  const auto value = static_cast<std::int64_t>(hash >> 2);  // its negative must fit
+  const at::Tensor extremes = at::tensor({value, -value}, at::kLong).to(group.device());
+  group.all_reduce_max(extremes, "muon plan").wait();
+  RAGGED_CHECK(
+      extremes[0].item<std::int64_t>() == -extremes[1].item<std::int64_t>(),
+      "[muon] Expected the same plan on all ranks of the {} group, but they differ (rank {} of {}). Give every rank "
+      "the same parameters "
+      "and options, in the same order.",
+      whose, group.rank(), group.size());
+}
+
+}  // namespace
+
+MuonScale muon_scale(std::string_view name) {
+  if (name == "original") return MuonScale::kOriginal;
+  RAGGED_CHECK(
+      name == "match_rms_adamw", "[muon] Expected the scale to be original or match_rms_adamw, but got '{}'.", name);
+  return MuonScale::kMatchRmsAdamW;
+}
+
+std::string_view to_string(MuonScale scale) {
+  return scale == MuonScale::kOriginal ? "original" : "match_rms_adamw";
+}
+
+double muon_scale_factor(MuonScale scale, Index rows, Index cols) {
+  const auto m = static_cast<double>(rows);
+  const auto n = static_cast<double>(cols);
+  return scale == MuonScale::kOriginal ? std::sqrt(std::max(1.0, m / n)) : 0.2 * std::sqrt(std::max(m, n));
+}
+
+struct MuonPlan::Impl {
+  // A matrix of a bucket, and this rank's piece of it.
+  struct Member {
+    std::size_t matrix = 0;  // in `matrices`
+    Interval piece{};        // of the matrix's elements; empty where this rank has none
+    Index in_param = 0;      // where that lies in this rank's piece of the parameter
+    bool is_mine = true;     // this replica computes it
+  };
+  struct Bucket {
+    std::vector<Member> members;
+    MatrixExchange exchange;
+    // kShare: sizes of what each replica's ranks contribute, and where a member's piece lies among them.
+    std::vector<Index> shared_counts;
+    std::vector<Index> shared_offsets;
+  };
+  // A bucket on its way.
+  struct Flight {
+    const Bucket* bucket = nullptr;
+    at::Tensor held;                // pieces of cut matrices: directions, later updates
+    at::Tensor rooted;              // cut matrices of this root
+    at::Tensor returned;            // what comes back
+    std::vector<at::Tensor> local;  // by member: the whole matrix where this rank holds all of it
+    comm::Work work;
+    at::Tensor shared_send, shared;
+  };
+
+  std::vector<MuonParam> params;
+  MuonMath math;
+  MuonMovement movement;
+  comm::Communicator shard;
+  comm::Communicator replicate;
+  NewtonSchulzSet set;
+  std::vector<MuonMatrix> matrices;
+  std::vector<double> loads;
+  std::uint64_t hash = 0;
+  std::vector<Bucket> buckets;
+
+  bool shares() const { return movement.replicas == MuonReplicas::kShare && replicate.size() > 1; }
+  void list_matrices();
+  std::vector<std::vector<plan::HeldPiece>> assign();
+  void make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces);
+  void share_out(Bucket& bucket) const;
+
+  Flight pack(const Bucket& bucket, std::span<const MuonPiece> pieces, double grad_scale) const;
+  void compute(Flight& flight) const;
+  void finish(Flight& flight, std::span<const MuonPiece> pieces) const;
+  void exchange_replicas(Flight& flight) const;
+  at::Tensor orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const;
+};
+
+void MuonPlan::Impl::list_matrices() {
+  std::map<int, int> positions;
+  for (const MuonParam& param : params) positions[param.bucket] = 0;
+  int next = 0;
+  for (auto& [bucket, position] : positions) position = next++;
+  for (std::size_t p = 0; p < params.size(); ++p) {
+    const Stack stack = stack_of(params[p]);
+    check_held(params[p], shard.size());
+    const std::vector<Interval> ranges = row_ranges_of(params[p], stack.rows);
+    if (stack.count == 0 || stack.rows == 0 || stack.cols == 0) continue;
+    for (Index i = 0; i < stack.count; ++i) {
+      for (const Interval& range : ranges) {
+        matrices.push_back(
+            {.param = static_cast<int>(p),
+             .rows = range.size(),
+             .cols = stack.cols,
+             .offset = (i * stack.rows + range.begin) * stack.cols,
+             .bucket = positions.at(params[p].bucket)});
+      }
+    }
+  }
+  buckets.reserve(static_cast<std::size_t>(next));
+}
+
+std::vector<std::vector<plan::HeldPiece>> MuonPlan::Impl::assign() {
+  std::vector<plan::RootMatrix> roots;
+  for (const MuonMatrix& m : matrices) {
+    const Interval range{m.offset, m.offset + m.rows * m.cols};
+    roots.push_back(
+        {.cost = plan::newton_schulz_cost(m.rows, m.cols, static_cast<int>(set.steps.size())),
+         .numel = range.size(),
+         .bucket = m.bucket,
+         .pieces = plan::pieces_of(params[static_cast<std::size_t>(m.param)].held, range)});
+  }
+  const plan::RootPlan plan = plan::assign_roots(
+      roots,
+      {.world_size = shard.size(),
+       .replicas = shares() ? replicate.size() : 1,
+       .local_limit = std::numeric_limits<double>::infinity()});
+  loads = plan.loads;
+  hash = plan::hash(plan);
+  std::vector<std::vector<plan::HeldPiece>> pieces;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    MuonMatrix& m = matrices[i];
+    m.root = plan.roots[i] % shard.size();
+    m.replica = plan.roots[i] / shard.size();
+    m.is_local = plan::sole_holder(roots[i].pieces, roots[i].numel) == m.root;
+    for (const Index value : {m.rows, m.cols, m.offset, static_cast<Index>(m.bucket)})
+      hash = mix(hash, static_cast<std::uint64_t>(value));
+    pieces.push_back(std::move(roots[i].pieces));
+  }
+  return pieces;
+}
+
+void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces) {
+  int count = 0;
+  for (const MuonMatrix& m : matrices) count = std::max(count, m.bucket + 1);
+  for (int b = 0; b < count; ++b) {
+    std::vector<Member> members;
+    std::vector<ExchangedMatrix> exchanged;
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+      const MuonMatrix& m = matrices[i];
+      if (m.bucket != b) continue;
+      Member member{.matrix = i, .is_mine = !shares() || m.replica == replicate.rank()};
+      for (const plan::HeldPiece& piece : pieces[i]) {
+        if (piece.rank != shard.rank()) continue;
+        const Interval held = params[static_cast<std::size_t>(m.param)].held[static_cast<std::size_t>(piece.rank)];
+        member.piece = piece.interval;
+        member.in_param = m.offset + piece.interval.begin - held.begin;
+      }
+      members.push_back(member);
+      exchanged.push_back(
+          {.numel = m.rows * m.cols, .pieces = pieces[i], .root = m.is_local || !member.is_mine ? -1 : m.root});
+    }
+    buckets.push_back(
+        {.members = std::move(members),
+         .exchange = MatrixExchange(std::move(exchanged), shard, fmt::format("muon bucket {}", b)),
+         .shared_counts = {},
+         .shared_offsets = {}});
+    if (shares()) share_out(buckets.back());
+  }
+}
+
+void MuonPlan::Impl::share_out(Bucket& bucket) const {
+  Index offset = 0;
+  bucket.shared_offsets.assign(bucket.members.size(), -1);
+  for (int replica = 0; replica < replicate.size(); ++replica) {
+    const Index begin = offset;
+    for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+      if (matrices[bucket.members[i].matrix].replica != replica) continue;
+      bucket.shared_offsets[i] = offset;
+      offset += bucket.members[i].piece.size();
+    }
+    bucket.shared_counts.push_back(offset - begin);
+  }
+}
+
+at::Tensor MuonPlan::Impl::orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const {
+  return newton_schulz(whole.view({m.rows, m.cols}), set, math.newton_schulz).to(math.wire_dtype).reshape({-1});
+}
+
+MuonPlan::Impl::Flight MuonPlan::Impl::pack(
+    const Bucket& bucket, std::span<const MuonPiece> pieces, double grad_scale) const {
+  const auto options = at::TensorOptions().dtype(math.wire_dtype).device(pieces.front().param.device());
+  Flight flight{.bucket = &bucket};
+  flight.held = at::zeros({bucket.exchange.held_numel()}, options);
+  flight.rooted = at::empty({bucket.exchange.rooted_numel()}, options);
+  flight.local.resize(bucket.members.size());
+  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+    const Member& member = bucket.members[i];
+    const MuonMatrix& m = matrices[member.matrix];
+    const MuonPiece& piece = pieces[static_cast<std::size_t>(m.param)];
+    if (member.piece.empty() || !piece.grad.defined()) continue;
+    const Index size = member.piece.size();
+    at::Tensor out;
+    if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
+      out = flight.held.narrow(0, offset, size);
+    } else {
+      out = at::empty({size}, options);
+      if (member.is_mine) flight.local[i] = out;  // else another replica orthogonalises it
+    }
+    muon_pack_pass(
+        {.momentum = math.momentum, .nesterov = math.nesterov}, grad_scale, piece.grad.narrow(0, member.in_param, size),
+        piece.momentum.narrow(0, member.in_param, size), out);
+  }
+  flight.work = bucket.exchange.to_roots(flight.held, flight.rooted);
+  return flight;
+}
+
+void MuonPlan::Impl::compute(Flight& flight) const {
+  const Bucket& bucket = *flight.bucket;
+  for (std::size_t i = 0; i < bucket.members.size(); ++i) {  // what travels takes this long at least
+    if (flight.local[i].defined())
+      flight.local[i] = orthogonalised(flight.local[i], matrices[bucket.members[i].matrix]);
+  }
+  flight.work.wait();
+  const at::Tensor results = at::empty_like(flight.rooted);
+  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+    const MuonMatrix& m = matrices[bucket.members[i].matrix];
+    if (m.is_local || !bucket.members[i].is_mine || m.root != shard.rank()) continue;
+    bucket.exchange.disassemble(orthogonalised(bucket.exchange.assemble(flight.rooted, i), m), results, i);
+  }
+  flight.rooted = results;
+  flight.returned = at::empty_like(flight.held);
+  flight.work = bucket.exchange.to_holders(flight.rooted, flight.returned);
+}
+
+// The same rank of every replica holds the same pieces: each sends those of its own matrices to all the others.
+void MuonPlan::Impl::exchange_replicas(Flight& flight) const {
+  const Bucket& bucket = *flight.bucket;
+  const auto self = static_cast<std::size_t>(replicate.rank());
+  const Index mine = bucket.shared_counts[self];
+  std::vector<at::Tensor> own;
+  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+    const Member& member = bucket.members[i];
+    if (!member.is_mine || member.piece.empty()) continue;
+    const Index offset = bucket.exchange.held_offset(i);
+    if (offset >= 0) {
+      own.push_back(flight.returned.narrow(0, offset, member.piece.size()));
+    } else {
+      own.push_back(
+          flight.local[i].defined() ? flight.local[i] : at::zeros({member.piece.size()}, flight.held.options()));
+    }
+  }
+  const at::Tensor section = own.empty() ? at::empty({0}, flight.held.options()) : at::cat(own);
+  flight.shared_send = section.repeat({replicate.size()});
+  Index total = 0;
+  for (const Index count : bucket.shared_counts) total += count;
+  flight.shared = at::empty({total}, flight.held.options());
+  const std::vector<Index> send_counts(bucket.shared_counts.size(), mine);
+  replicate.all_to_all(flight.shared_send, flight.shared, send_counts, bucket.shared_counts, "muon replicas").wait();
+}
+
+void MuonPlan::Impl::finish(Flight& flight, std::span<const MuonPiece> pieces) const {
+  const Bucket& bucket = *flight.bucket;
+  flight.work.wait();
+  if (shares()) exchange_replicas(flight);
+  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+    const Member& member = bucket.members[i];
+    const MuonMatrix& m = matrices[member.matrix];
+    const MuonPiece& piece = pieces[static_cast<std::size_t>(m.param)];
+    if (member.piece.empty() || !piece.grad.defined()) continue;
+    const Index size = member.piece.size();
+    at::Tensor update = flight.local[i];
+    if (shares()) {
+      update = flight.shared.narrow(0, bucket.shared_offsets[i], size);
+    } else if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
+      update = flight.returned.narrow(0, offset, size);
+    }
+    muon_apply_pass(
+        piece.param.narrow(0, member.in_param, size), update, 1.0 - piece.lr * piece.weight_decay,
+        piece.lr * muon_scale_factor(math.scale, m.rows, m.cols));
+  }
+}
+
+MuonPlan::MuonPlan(
+    std::vector<MuonParam> params, const MuonMath& math, const MuonMovement& movement, comm::Communicator shard,
+    comm::Communicator replicate)
+    : impl_(std::make_unique<Impl>()) {
+  RAGGED_CHECK(
+      math.momentum >= 0.0 && math.momentum < 1.0, "[muon] Expected momentum in [0, 1), but got {}.", math.momentum);
+  RAGGED_CHECK(
+      math.wire_dtype == at::kFloat || math.wire_dtype == at::kBFloat16,
+      "[muon] Expected a wire dtype of fp32 or bf16, but got {}.", c10::toString(math.wire_dtype));
+  RAGGED_CHECK(
+      movement.buckets_in_flight >= 0, "[muon] Expected buckets_in_flight >= 0, but got {}.",
+      movement.buckets_in_flight);
+  check(math.newton_schulz);
+  impl_->params = std::move(params);
+  impl_->math = math;
+  impl_->movement = movement;
+  impl_->shard = std::move(shard);
+  impl_->replicate = std::move(replicate);
+  impl_->set = newton_schulz_set(math.newton_schulz.coefficients, math.newton_schulz.num_steps);
+  impl_->list_matrices();
+  impl_->make_buckets(impl_->assign());
+  check_same(impl_->shard, impl_->hash, "shard");
+  check_same(impl_->replicate, impl_->hash, "replicate");
+}
+
+MuonPlan::~MuonPlan() = default;
+MuonPlan::MuonPlan(MuonPlan&&) noexcept = default;
+MuonPlan& MuonPlan::operator=(MuonPlan&&) noexcept = default;
+
+void MuonPlan::step(std::span<const MuonPiece> pieces, const StepScale& scale) {
+  RAGGED_CHECK(
+      pieces.size() == impl_->params.size(), "[muon] Expected a piece for each of {} parameters, but got {}.",
+      impl_->params.size(), pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const MuonPiece& piece = pieces[i];
+    const MuonParam& param = impl_->params[i];
+    const Index numel = param.held[static_cast<std::size_t>(impl_->shard.rank())].size();
+    RAGGED_CHECK(
+        piece.param.numel() == numel && piece.momentum.numel() == numel &&
+            (!piece.grad.defined() || piece.grad.numel() == numel),
+        "[muon] Expected parameter, gradient and momentum of {} elements, but got {}, {} and {} (param '{}', rank {} "
+        "of {}).",
+        numel, piece.param.numel(), piece.grad.defined() ? piece.grad.numel() : numel, piece.momentum.numel(),
+        param.name, impl_->shard.rank(), impl_->shard.size());
+  }
+  if (scale.skip || pieces.empty()) return;
+  // [Note: one step] in the header: so many buckets are packed ahead of the one that computes, and as many are on their
+  // way back.
+  const auto ahead = static_cast<std::size_t>(impl_->movement.buckets_in_flight);
+  std::vector<Impl::Flight> flights;
+  const std::size_t count = impl_->buckets.size();
+  for (std::size_t tick = 0; tick < count + 2 * ahead; ++tick) {
+    if (tick < count) flights.push_back(impl_->pack(impl_->buckets[tick], pieces, scale.grad));
+    if (tick >= ahead && tick - ahead < count) impl_->compute(flights[tick - ahead]);
+    if (tick >= 2 * ahead && tick - 2 * ahead < count) {
+      impl_->finish(flights[tick - 2 * ahead], pieces);
+      flights[tick - 2 * ahead] = {};
+    }
+  }
+}
+
+const std::vector<MuonParam>& MuonPlan::params() const {
+  return impl_->params;
+}
+const std::vector<MuonMatrix>& MuonPlan::matrices() const {
+  return impl_->matrices;
+}
+int MuonPlan::num_buckets() const {
+  return static_cast<int>(impl_->buckets.size());
+}
+std::vector<double> MuonPlan::loads() const {
+  return impl_->loads;
+}
+std::uint64_t MuonPlan::hash() const {
+  return impl_->hash;
+}
+
+}  // namespace ragged::optim
