@@ -17,7 +17,7 @@ struct MuonOptions {
   double weight_decay = 0.1;
   MuonMath math{};
   MuonMovement movement{};
-  /// "fp32", "bf16" or "int8" (one scale a row, so rows must not be cut); ParamSettings::state_format goes before it.
+  /// "fp32" or "bf16"; ParamSettings::state_format goes before it.
   std::string momentum_format = "fp32";
   /// Which parameters are Muon's; none: default_muon_policy().
   ParamPolicy policy{};
@@ -30,14 +30,12 @@ struct MuonOptions {
 /// router or gate ("embed", "wte", "wpe", "head", "lm_head", "output", "unembedding", "router", "gate").
 ParamSettings default_muon_policy(const buffer::ShardedTensor& param);
 
-/// A parameter without gradient is untouched, its count of steps included. States by parameter: "<p>.momentum", or
-/// "<p>.momentum.codes" (int8) and "<p>.momentum.scales" (fp32, the shape without its last dim); with NorMuon also
-/// "<p>.row_second_moment" (fp32, likewise).
+/// A parameter without gradient is untouched, its count of steps included. States by parameter: "<p>.momentum", laid
+/// out as the parameter is.
 class Muon : public Optimizer {
  public:
   /// Collective where a group has several ranks. Throws InvalidArgument, alike on all ranks, on options out of range, a
-  /// policy that takes nothing or a parameter below two dims, masters that aren't floating, int8 momentum over cut
-  /// rows.
+  /// policy that takes nothing or a parameter below two dims, masters that aren't fp32.
   Muon(std::shared_ptr<fsdp::Unit> root, MuonOptions options);
   ~Muon() override;
 

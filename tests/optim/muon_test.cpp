@@ -1,0 +1,248 @@
+// Muon over trees and over plain pieces: against a twin on whole matrices, bit for bit across worlds, and what travels.
+#include "ragged/optim/muon.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tests/optim/trees.h"
+#include "tests/support/expect_error.h"
+
+namespace ragged::test {
+namespace {
+
+using layout::Interval;
+using optim::Muon;
+using optim::MuonOptions;
+using optim::MuonParam;
+using optim::MuonPiece;
+using optim::MuonPlan;
+using optim::MuonReplicas;
+using optim::MuonScale;
+
+const std::vector<MeshShape> kMeshes{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {1, 7}, {2, 2}};
+constexpr int kSteps = 3;
+
+optim::MuonMath exact() {
+  return {.newton_schulz = {.dtype = at::kFloat}, .wire_dtype = at::kFloat};
+}
+
+MuonOptions options(MuonReplicas replicas = MuonReplicas::kRepeat, int in_flight = 2) {
+  return {
+      .lr = 0.02,
+      .weight_decay = 0.1,
+      .math = exact(),
+      .movement = {.replicas = replicas, .buckets_in_flight = in_flight}};
+}
+
+// The published algorithm on a whole matrix, in double precision.
+struct Twin {
+  at::Tensor param, momentum;
+
+  void update(const at::Tensor& grad, double lr, double decay, double beta) {
+    momentum = momentum * beta + grad * (1.0 - beta);
+    at::Tensor x = grad * (1.0 - beta) + momentum * beta;
+    const bool tall = x.size(0) > x.size(1);
+    if (tall) x = x.t();
+    x = x / (x.norm() + 1e-300);
+    for (int i = 0; i < 5; ++i) {
+      const at::Tensor a = at::mm(x, x.t());
+      x = x * 3.4445 + at::mm(a * -4.7750 + at::mm(a, a) * 2.0315, x);
+    }
+    if (tall) x = x.t();
+    const double ratio = static_cast<double>(grad.size(0)) / static_cast<double>(grad.size(1));
+    param = param * (1.0 - lr * decay) - x * (lr * std::sqrt(std::max(1.0, ratio)));
+  }
+};
+
+using Values = std::map<std::string, std::vector<float>>;
+
+struct Outcome {
+  Values params;  // whole, by name
+  comm::Traffic traffic;
+};
+
+Outcome run(comm::World& world, const MeshShape& mesh, const MuonOptions& given, bool whole_tensors = false) {
+  Tree tree = make_tree(world, mesh, whole_tensors);
+  Muon muon(tree.root, given);
+  comm::Traffic in_steps;
+  for (int step = 0; step < kSteps; ++step) {
+    backward(tree, world.rank(), step);
+    make_up_gradients(*tree.root, step);
+    const auto start = tree.root->groups().shard.traffic();
+    muon.step({.grad = 0.5});
+    const auto end = tree.root->groups().shard.traffic();
+    in_steps.all_to_alls += end.all_to_alls - start.all_to_alls;
+    in_steps.all_to_all_bytes += end.all_to_all_bytes - start.all_to_all_bytes;
+    in_steps.all_gathers += end.all_gathers - start.all_gathers;
+    tree.root->zero_grad();
+  }
+  Outcome result{.traffic = in_steps};
+  for (const auto& param : tree.root->sharded_parameters())
+    result.params[param.name] = values_of(tree.root->full_parameter(param.name).reshape({-1}));
+  return result;
+}
+
+TEST(Muon, every_world_gives_the_bits_of_one_rank_and_they_are_near_the_twin) {
+  Values alone;
+  run_ranks(1, [&](comm::World& world) { alone = run(world, {1, 1}, options()).params; });
+
+  const auto model = make_tiny_model();
+  int matrices = 0;
+  for (const auto& item : model->named_parameters()) {
+    const std::string& name = item.key();
+    if (item.value().dim() != 2 || name.starts_with("embed") || name.starts_with("head") || name.ends_with("unused"))
+      continue;
+    ++matrices;
+    Twin twin{item.value().detach().to(at::kDouble), at::zeros(item.value().sizes(), at::kDouble)};
+    for (int step = 0; step < kSteps; ++step) {
+      const auto gradient = made_up_gradient(name, item.value().numel(), step);
+      twin.update(at::tensor(gradient).view(item.value().sizes()).to(at::kDouble) * 0.5, 0.02, 0.1, 0.95);
+    }
+    const auto expected = values_of(twin.param.reshape({-1}));
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      ASSERT_NEAR(alone.at(name)[i], expected[i], 1e-5) << name << " " << i;
+  }
+  EXPECT_GE(matrices, 9);
+
+  for (const MeshShape& mesh : kMeshes) {
+    for (const MuonReplicas replicas : {MuonReplicas::kRepeat, MuonReplicas::kShare}) {
+      if (replicas == MuonReplicas::kShare && mesh.replicate == 1) continue;
+      for (const int in_flight : {0, 2}) {
+        run_ranks(mesh.size(), [&](comm::World& world) {
+          EXPECT_EQ(run(world, mesh, options(replicas, in_flight)).params, alone)
+              << to_string(mesh) << " " << world.rank();
+        });
+      }
+    }
+  }
+}
+
+TEST(Muon, two_exchanges_a_bucket_with_cut_matrices_and_none_where_matrices_are_whole) {
+  for (const int ranks : {2, 4}) {
+    run_ranks(ranks, [&](comm::World& world) {
+      const Outcome cut_up = run(world, {1, ranks}, options());
+      EXPECT_EQ(cut_up.traffic.all_to_alls, kSteps * 2 * 3);  // three layers hold its matrices
+      EXPECT_EQ(cut_up.traffic.all_gathers, 0);
+      EXPECT_EQ(run(world, {1, ranks}, options(), true).traffic.all_to_alls, 0);
+    });
+  }
+}
+
+// Pieces of plain tensors: what one rank alone has of these parameters.
+std::vector<MuonPiece> pieces_of(const std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads) {
+  std::vector<MuonPiece> pieces;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    pieces.push_back(
+        {.param = params[i].view({-1}),
+         .grad = grads[i].reshape({-1}),
+         .momentum = at::zeros({params[i].numel()}),
+         .lr = 1e-3,
+         .weight_decay = 0.1});
+  }
+  return pieces;
+}
+
+MuonParam whole(const std::string& name, const at::Tensor& param) {
+  return {.name = name, .shape = param.sizes().vec(), .held = {{0, param.numel()}}};
+}
+
+TEST(MuonPlan, one_step_by_hand) {
+  const at::Tensor grad = at::tensor({1.0F, 2.0F, 3.0F, 4.0F, 5.0F, 6.5F}).view({2, 3});
+  const std::map<MuonScale, std::vector<float>> expected{
+      {MuonScale::kOriginal, {0.100781625F, -0.200090164F, 0.299240283F, -0.000633150F, 0.499581916F, -0.400212721F}},
+      {MuonScale::kMatchRmsAdamW,
+       {0.100264227F, -0.200018162F, 0.299717219F, -0.000219330F, 0.499822492F, -0.400047545F}}};
+  for (const auto& [scale, values] : expected) {
+    const at::Tensor param = at::tensor({0.1F, -0.2F, 0.3F, 0.0F, 0.5F, -0.4F}).view({2, 3});
+    auto math = exact();
+    math.scale = scale;
+    MuonPlan plan({whole("w", param)}, math, {}, {});
+    plan.step(pieces_of({param}, {grad}));
+    for (int i = 0; i < 6; ++i)
+      EXPECT_NEAR(values_of(param.view({-1}))[static_cast<std::size_t>(i)], values[static_cast<std::size_t>(i)], 2e-7);
+  }
+}
+
+TEST(MuonPlan, row_ranges_are_matrices_of_their_own_and_so_are_the_members_of_a_stack) {
+  const at::Tensor fused = at::randn({2, 9, 5});
+  const at::Tensor grad = at::randn({2, 9, 5});
+  const at::Tensor together = fused.clone();
+  MuonParam param = whole("qkv", together);
+  param.row_ranges = {{0, 4}, {4, 6}, {6, 9}};
+  MuonPlan plan({param}, exact(), {}, {});
+  EXPECT_EQ(plan.matrices().size(), 6U);
+  plan.step(pieces_of({together}, {grad}));
+  for (int i = 0; i < 2; ++i) {
+    for (const Interval& rows : param.row_ranges) {
+      const at::Tensor apart = fused[i].narrow(0, rows.begin, rows.size()).clone();
+      MuonPlan alone({whole("part", apart)}, exact(), {}, {});
+      alone.step(pieces_of({apart}, {grad[i].narrow(0, rows.begin, rows.size()).contiguous()}));
+      EXPECT_TRUE(at::equal(apart, together[i].narrow(0, rows.begin, rows.size())));
+    }
+  }
+}
+
+TEST(MuonPlan, zeros_only_decay_and_a_skipped_step_or_missing_gradient_changes_nothing) {
+  const at::Tensor start = at::randn({4, 6});
+  const at::Tensor param = start.clone();
+  MuonPlan plan({whole("w", param)}, exact(), {}, {});
+  auto pieces = pieces_of({param}, {at::randn({4, 6})});
+  plan.step(pieces, {.skip = true});
+  EXPECT_TRUE(at::equal(param, start));
+  EXPECT_TRUE(at::equal(pieces[0].momentum, at::zeros({24})));
+  const at::Tensor grad = pieces[0].grad;
+  pieces[0].grad = at::Tensor();
+  plan.step(pieces);
+  EXPECT_TRUE(at::equal(param, start));
+  pieces[0].grad = at::zeros_like(grad);
+  plan.step(pieces);
+  EXPECT_TRUE(at::equal(param, start * static_cast<float>(1.0 - 1e-3 * 0.1)));
+}
+
+TEST(MuonPlan, bytes_on_the_wire_are_those_of_cut_pieces_twice_in_bf16) {
+  constexpr int kRanks = 4;
+  std::vector<Index> sent(kRanks, 0);
+  Index elements = 0;
+  run_ranks(kRanks, [&](comm::World& world) {
+    std::vector<MuonParam> params;
+    std::vector<MuonPiece> pieces;
+    for (int i = 0; i < 8; ++i) {
+      MuonParam param{.name = fmt::format("w{}", i), .shape = {32, 16}, .bucket = i / 4};
+      for (int rank = 0; rank < kRanks; ++rank) param.held.push_back({rank * 128, (rank + 1) * 128});
+      params.push_back(param);
+      pieces.push_back({.param = at::ones({128}), .grad = at::ones({128}), .momentum = at::zeros({128})});
+    }
+    const auto groups = world.groups(layout::Mesh::shard(kRanks));
+    MuonPlan plan(params, {}, {}, groups.shard);
+    const Index before = groups.shard.traffic().all_to_all_bytes;
+    plan.step(pieces);
+    sent[static_cast<std::size_t>(world.rank())] = groups.shard.traffic().all_to_all_bytes - before;
+    if (world.rank() == 0) elements = 8 * 512;
+  });
+  const double mean = static_cast<double>(sent[0] + sent[1] + sent[2] + sent[3]) / kRanks;
+  const double local_share = 1.0 / kRanks;  // the root's own piece
+  EXPECT_LE(mean, 1.02 * 2.0 * (static_cast<double>(elements) / kRanks) * 2.0 * (1.0 - local_share));
+  EXPECT_GT(mean, 0.0);
+}
+
+TEST(MuonPlan, refuses_what_it_cannot_do_before_anything_travels) {
+  const at::Tensor vector = at::zeros({5});
+  EXPECT_INVALID(MuonPlan({whole("a_norm", vector)}, {}, {}, {}), "a_norm");
+  const MuonParam gap{.name = "w", .shape = {4, 4}, .held = {{0, 12}}};
+  EXPECT_INVALID(MuonPlan({gap}, {}, {}, {}), "all 16 elements");
+  const MuonParam ranges{.name = "w", .shape = {4, 4}, .held = {{0, 16}}, .row_ranges = {{0, 3}}};
+  EXPECT_INVALID(MuonPlan({ranges}, {}, {}, {}), "all 4 rows");
+  EXPECT_INVALID(optim::muon_scale("rms"), "match_rms_adamw");
+}
+
+TEST(Muon, refuses_a_vector_that_a_policy_sends_to_it) {
+  run_ranks(2, [](comm::World& world) {
+    Tree tree = make_tree(world, {1, 2});
+    MuonOptions all = options();
+    all.policy = [](const buffer::ShardedTensor&) { return optim::ParamSettings{}; };
+    EXPECT_INVALID(Muon(tree.root, all), "two and more dims");
+  });
+}
+
+}  // namespace
+}  // namespace ragged::test
