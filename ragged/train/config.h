@@ -84,10 +84,13 @@ struct EvalConfig {
   double temperature = 0.7;
 };
 
-/// Not in this version: both must keep their defaults.
+/// See checkpointing.h. They lie in run.dir/checkpoints.
 struct CheckpointConfig {
-  Index every = 0;
+  Index every = 0;  // steps; 0: never, not at the end either
+  Index keep = 2;   // the newest that stay; 0: all
   std::string resume = {};
+  bool async = false;
+  double timeout_s = 1800.0;  // of writing one
 };
 
 struct RunConfig {

@@ -190,11 +190,24 @@ std::vector<ConfigKey> make_keys() {
 
       {.name = "checkpoint.every",
        .slot = SLOT(checkpoint.every),
-       .help = "steps between checkpoints; not in this version",
+       .help = "steps between checkpoints, of which one comes at the end and at SIGTERM or SIGINT too; 0: none",
+       .min = 0},
+      {.name = "checkpoint.keep",
+       .slot = SLOT(checkpoint.keep),
+       .help = "newest checkpoints that stay; 0: all",
        .min = 0},
       {.name = "checkpoint.resume",
        .slot = SLOT(checkpoint.resume),
-       .help = "checkpoint to start from; not in this version"},
+       .help = "a checkpoint to go on from, or auto: the newest of this run, if there is one"},
+      {.name = "checkpoint.async",
+       .slot = SLOT(checkpoint.async),
+       .help = "train on while a copy is written; takes the memory of the copy"},
+      {.name = "checkpoint.timeout_s",
+       .slot = SLOT(checkpoint.timeout_s),
+       .help = "seconds that writing a checkpoint may take",
+       .min = 0,
+       .max = 604800,
+       .min_excluded = true},
 
       {.name = "run.dir",
        .slot = SLOT(run.dir),
@@ -401,15 +414,6 @@ void validate(const Config& config) {
   }
   validate_model(config.model);
   validate_rules(config.optimizer.rules);
-  RAGGED_CHECK(
-      config.checkpoint.every == 0,
-      "[config] Expected checkpoint.every = 0, but got {}. Checkpoints aren't in this version yet.",
-      config.checkpoint.every);
-  RAGGED_CHECK(
-      config.checkpoint.resume.empty(),
-      "[config] Expected an empty checkpoint.resume, but got \"{}\". Checkpoints aren't in this "
-      "version yet.",
-      config.checkpoint.resume);
 }
 
 }  // namespace ragged::train

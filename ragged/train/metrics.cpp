@@ -1,6 +1,7 @@
 #include "ragged/train/metrics.h"
 
 #include <cstdio>
+#include <sstream>
 #include <utility>
 
 #include <fmt/format.h>
@@ -60,12 +61,18 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
   RAGGED_CHECK(!error, "[run] Expected to write '{}', but got: {}.", path.string(), error.message());
 }
 
-Reporter::Reporter(bool is_main, std::filesystem::path dir)
+Reporter::Reporter(bool is_main, std::filesystem::path dir, Index resumed_step)
     : is_main_(is_main), has_colour_(stdout_has_colour()), dir_(std::move(dir)) {
   if (!is_main_) return;
   std::error_code error;
   std::filesystem::create_directories(dir_, error);
-  jsonl_.open(dir_ / "metrics.jsonl", std::ios::trunc);
+  const std::filesystem::path path = dir_ / "metrics.jsonl";
+  if (resumed_step > 0) {
+    std::ostringstream before;
+    before << std::ifstream(path, std::ios::binary).rdbuf();
+    write_file(path, lines_up_to(before.str(), resumed_step));
+  }
+  jsonl_.open(path, resumed_step > 0 ? std::ios::app : std::ios::trunc);
   RAGGED_CHECK(!error && jsonl_, "[run] Expected a folder to write to, but '{}' isn't (key 'run.dir').", dir_.string());
 }
 

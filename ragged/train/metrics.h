@@ -52,6 +52,9 @@ struct RunSummary {
 /// One line of metrics.jsonl, without a line break. val_loss is left out where there is none; what
 /// isn't finite is null.
 std::string to_json_line(const StepMetrics& metrics);
+/// The lines of a metrics.jsonl for the steps up to `last`. What isn't such a line is left out, so the last one of a
+/// run that was killed in the middle of it.
+std::string lines_up_to(std::string_view jsonl, Index last);
 /// An indented document.
 std::string to_json(const RunSummary& summary);
 
@@ -69,9 +72,9 @@ void write_file(const std::filesystem::path& path, std::string_view text);
 /// The reports of one run; does nothing on ranks other than the first.
 class Reporter {
  public:
-  /// Makes `dir` and starts metrics.jsonl anew. Throws InvalidArgument when the folder can't be
-  /// written.
-  Reporter(bool is_main, std::filesystem::path dir);
+  /// Makes `dir` and starts metrics.jsonl anew, or, for a run that was resumed, keeps its lines up to that step. Throws
+  /// InvalidArgument when the folder can't be written.
+  Reporter(bool is_main, std::filesystem::path dir, Index resumed_step = 0);
 
   /// A line of prose to the console.
   void say(std::string_view line);

@@ -32,6 +32,20 @@ std::string to_json_line(const StepMetrics& metrics) {
   return object.dump();
 }
 
+std::string lines_up_to(std::string_view jsonl, Index last) {
+  std::string kept;
+  while (!jsonl.empty()) {
+    const std::size_t end = jsonl.find('\n');
+    if (end == std::string_view::npos) break;  // half written
+    const std::string_view line = jsonl.substr(0, end);
+    jsonl.remove_prefix(end + 1);
+    const Json object = Json::parse(line, nullptr, false);
+    if (!object.is_object() || !object.contains("step") || !object["step"].is_number_integer()) continue;
+    if (object["step"].get<Index>() <= last) kept += std::string(line) + "\n";
+  }
+  return kept;
+}
+
 std::string to_json(const RunSummary& summary) {
   Json object;
   object["steps"] = summary.steps;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,12 +13,14 @@
 #include "ragged/fsdp/unit.h"
 #include "ragged/optim/adamw.h"
 #include "ragged/optim/clip_grad.h"
+#include "ragged/train/checkpointing.h"
 #include "ragged/train/device.h"
 #include "ragged/train/evaluate.h"
 #include "ragged/train/language_model.h"
 #include "ragged/train/precision.h"
 #include "ragged/train/schedule.h"
 #include "ragged/train/step_meter.h"
+#include "ragged/train/stop_signal.h"
 
 namespace ragged::train {
 namespace {
@@ -112,7 +115,7 @@ std::string headline(
 
 }  // namespace
 
-RunSummary train(const Config& config, const comm::RankEnv& env) {
+RunSummary train(const Config& config, const comm::RankEnv& env, const StopRequest& stop) {
   // Before anybody connects, so that a wrong path stops every rank at once.
   const TextData data = load_text(config.data, config.train.sequence);
 
@@ -122,10 +125,10 @@ RunSummary train(const Config& config, const comm::RankEnv& env) {
   options.comm.collectives =
       config.parallel.collectives == "stock" ? comm::Collectives::kStock : comm::Collectives::kAuto;
   comm::World world = comm::World::connect(env, options);
-  return train(config, world, data);
+  return train(config, world, data, stop);
 }
 
-RunSummary train(const Config& config, comm::World& world, const TextData& data) {
+RunSummary train(const Config& config, comm::World& world, const TextData& data, const StopRequest& stop) {
   const Index steps = config.train.steps;
   const Index batch = config.train.batch;
   const Index accumulate = config.train.accumulate;
@@ -143,7 +146,12 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
   root->init_parameters(seed, model->init_rule());
   optim::AdamW optimizer = make_optimizer(root, config);
 
-  Reporter report(world.rank() == 0, config.run.dir);
+  // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
+  RunCheckpoints checkpoints(config, world, root, optimizer, data.fingerprint);
+  const std::optional<Resumed> resumed = checkpoints.resume();
+  RunProgress progress = resumed ? resumed->progress : RunProgress{};
+
+  Reporter report(world.rank() == 0, config.run.dir, progress.step);
   report.say(to_toml(config));
   report.say(headline(config, world, data, *model, compute));
   if (world.rank() == 0) write_file(report.dir() / "config.toml", to_toml(config));
@@ -153,21 +161,35 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
         world, *root, *model, data.validation,
         {.sequences = config.eval.sequences, .sequence = sequence, .batch = batch});
   };
-  const double initial_val_loss = validate_now();
-  report.say(fmt::format("validation loss before training: {:.4f}", initial_val_loss));
+  if (resumed) {
+    for (const std::string& note : resumed->notes) report.say(note);
+  } else {
+    if (!config.checkpoint.resume.empty()) report.say("no checkpoint to resume from yet: from the beginning");
+    progress.initial_val_loss = validate_now();
+    report.say(fmt::format("validation loss before training: {:.4f}", progress.initial_val_loss));
+  }
+  RunSummary summary{
+      .steps = progress.step,
+      .parameters = parameter_count(*model),
+      .world_size = world.size(),
+      .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
+      .initial_val_loss = progress.initial_val_loss};
+  if (progress.step >= steps) {
+    report.say(fmt::format("nothing left to do: train.steps is {}", steps));
+    return summary;
+  }
 
   const ScheduleOptions schedule{
       .peak = config.train.lr, .min_ratio = config.train.min_lr_ratio, .warmup = config.train.warmup, .steps = steps};
   const Index tokens_per_step = world.size() * batch * accumulate * sequence;
   StepMetrics metrics;
   StepBytes measured;
-  double seconds = 0.0;
 
-  for (Index step = 0; step < steps; ++step) {
+  for (Index step = progress.step; step < steps; ++step) {
     const StepMeter meter(*root);
 
     // Forward and backward, a micro-batch after the other. Gradients add up; they are reduced in the last one.
-    at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(world.device()));
+    at::Tensor loss_sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(world.device()));
     for (Index micro = 0; micro < accumulate; ++micro) {
       root->set_requires_gradient_sync(config.train.sync_each_micro_batch || micro == accumulate - 1);
       const Index first = (world.rank() * accumulate + micro) * batch;
@@ -176,11 +198,16 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
       (loss / accumulate).backward();
       loss_sum += loss.detach();
     }
-    world.all().all_reduce_sum(loss_sum, "loss").wait();
+    // What ranks must agree on besides goes along.
+    const int signal = stop ? stop() : 0;
+    const StepFlags flags = checkpoints.flags(signal != 0);
+    const at::Tensor sums = at::cat({loss_sum, at::tensor({flags.stop, flags.written}, loss_sum.options())});
+    world.all().all_reduce_sum(sums, "loss").wait();
+    const at::Tensor totals = sums.cpu();
 
     // Update.
     metrics.step = step + 1;
-    metrics.loss = loss_sum.item<double>() / static_cast<double>(world.size() * accumulate);
+    metrics.loss = totals[0].item<double>() / static_cast<double>(world.size() * accumulate);
     metrics.grad_norm = optim::clip_grad_norm(*root, config.train.clip);
     metrics.lr = learning_rate(schedule, step);
     check_finite(metrics.loss, metrics.grad_norm, metrics.step, metrics.lr);
@@ -190,7 +217,8 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
 
     // Report. The clock stops before validation.
     const double step_seconds = meter.seconds();
-    seconds += step_seconds;
+    progress.step = metrics.step;
+    progress.seconds += step_seconds;
     measured = meter.bytes();
     metrics.step_ms = 1000.0 * step_seconds;
     metrics.tokens_per_s = static_cast<double>(tokens_per_step) / step_seconds;
@@ -201,6 +229,17 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
     const bool is_due = config.eval.every > 0 && metrics.step % config.eval.every == 0;
     if (step == 0 || is_due || is_last) metrics.val_loss = validate_now();
     report.step(metrics, steps, metrics.val_loss || metrics.step % config.train.log_every == 0);
+
+    // Save. Ranks know from the sums what all of them do.
+    const StepFlags agreed{.stop = totals[1].item<double>(), .written = totals[2].item<double>()};
+    for (const std::string& line : checkpoints.after_step(progress, agreed)) report.say(line);
+    if (agreed.stop > 0.0 && !is_last) {
+      const std::string name = signal != 0 ? signal_name(signal) : "a signal on another rank";
+      report.say(fmt::format(
+          "stopped by {} after step {} of {}; --checkpoint.resume=auto goes on from here", name, metrics.step, steps));
+      summary.steps = progress.step;
+      return summary;
+    }
   }
 
   // What the plan says of such a step, before sampling changes when parameters are dropped.
@@ -216,17 +255,12 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data)
     report.say(fmt::format("\nthe model writes:\n\n{}\n", printable(text)));
   }
 
-  RunSummary summary{
-      .steps = steps,
-      .parameters = parameter_count(*model),
-      .world_size = world.size(),
-      .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
-      .seconds = seconds,
-      .loss = metrics.loss,
-      .initial_val_loss = initial_val_loss,
-      .val_loss = *metrics.val_loss,
-      .planned = planned,
-      .measured = measured};
+  summary.steps = steps;
+  summary.seconds = progress.seconds;
+  summary.loss = metrics.loss;
+  summary.val_loss = *metrics.val_loss;
+  summary.planned = planned;
+  summary.measured = measured;
   report.finish(summary);
   return summary;
 }

@@ -34,7 +34,7 @@ void expect_in(const std::string& text, std::initializer_list<std::string_view> 
 struct Change {
   const ConfigKey& key;
   void operator()(bool* value) const { *value = !*value; }
-  void operator()(Index* value) const { *value += key.name == "checkpoint.every" ? 0 : 1; }
+  void operator()(Index* value) const { *value += 1; }
   void operator()(double* value) const { *value = *value / 2 + 0.25; }
   void operator()(std::string* value) const {
     if (key.name == "checkpoint.resume") return;
@@ -215,9 +215,10 @@ TEST(Config, values_that_do_not_go_together_are_refused) {
   expect_in(message("[model]\ndim = 12\nheads = 4\nkv_heads = 4\n"), {"model.dim", "12"});
 }
 
-TEST(Config, checkpoints_are_refused_rather_than_ignored) {
-  expect_in(message("[checkpoint]\nevery = 5\n"), {"checkpoint.every", "aren't in this version"});
-  expect_in(message("", {"--checkpoint.resume=auto"}), {"checkpoint.resume", "aren't in this version"});
+TEST(Config, checkpoints_have_limits) {
+  expect_in(message("[checkpoint]\nevery = -1\n"), {"checkpoint.every", ">= 0"});
+  expect_in(message("", {"--checkpoint.keep=-1"}), {"checkpoint.keep", ">= 0"});
+  expect_in(message("", {"--checkpoint.timeout_s=0"}), {"checkpoint.timeout_s", "> 0"});
 }
 
 TEST(Config, broken_toml_names_file_and_line) {
