@@ -7,6 +7,7 @@
 
 #include "ragged/optim/adamw.h"
 #include "ragged/optim/adamw8bit.h"
+#include "ragged/optim/muon.h"
 #include "ragged/optim/optimizer.h"
 #include "ragged/optim/param_rules.h"
 
@@ -19,6 +20,7 @@ struct OptimizerSpec {
   /// Settings of each kind. Their lr, policy and row ranges are filled in from the above.
   AdamWOptions adamw = {};
   AdamW8bitOptions adamw8bit = {};
+  MuonOptions muon = {};
 };
 
 /// Name and global shape of what the tree holds, in its order.

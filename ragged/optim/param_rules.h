@@ -12,7 +12,7 @@
 
 namespace ragged::optim {
 
-/// "adamw", "adamw8bit", "muon", "soap".
+/// "adamw", "adamw8bit", "muon".
 std::span<const std::string_view> optimizer_kinds();
 
 /// A rule sets what it names and leaves the rest as earlier rules had it: later ones win.
@@ -54,7 +54,7 @@ std::vector<ParamRule> default_rules(std::string_view kind);
 
 /// One choice a parameter, in order. Throws InvalidArgument, naming rule or parameter and a remedy, for an unknown
 /// kind, a bad regular expression, one of `rules` that matches no parameter (a default rule may), numbers out of range,
-/// a parameter of fewer than two dims sent to Muon or SOAP, and splits that don't fit.
+/// a parameter of fewer than two dims sent to Muon, and splits that don't fit.
 std::vector<ParamChoice> resolve(
     std::string_view kind, std::span<const ParamRule> rules, std::span<const ParamFacts> params);
 

@@ -48,12 +48,6 @@ TEST(ParamRules, muon_takes_hidden_matrices_and_stacks_of_experts) {
   EXPECT_EQ(kinds("muon"), expected);
 }
 
-TEST(ParamRules, soap_takes_what_muon_takes) {
-  std::vector<std::string> expected = kinds("muon");
-  for (std::string& kind : expected) kind = kind == "muon" ? "soap" : kind;
-  EXPECT_EQ(kinds("soap"), expected);
-}
-
 TEST(ParamRules, elementwise_optimizers_take_all) {
   for (const char* kind : {"adamw", "adamw8bit"}) {
     EXPECT_EQ(kinds(kind), std::vector<std::string>(kParams.size(), kind));
@@ -121,7 +115,7 @@ TEST(ParamRules, bad_regular_expression_says_what_to_write) {
 
 TEST(ParamRules, unknown_kind_suggests_the_nearest) {
   expect_in(message("adamw", {{.match = "norm", .kind = "moun"}}), {"'moun'", "rule 1 of 1", "'muon'?"});
-  expect_in(message("lion", {}), {"'lion'", "adamw, adamw8bit, muon, soap"});
+  expect_in(message("lion", {}), {"'lion'", "adamw, adamw8bit, muon"});
 }
 
 TEST(ParamRules, vector_sent_to_muon_is_named_with_a_remedy) {
@@ -137,7 +131,7 @@ TEST(ParamRules, splits_fit_the_rows_of_a_matrix_and_go_to_matrix_optimizers) {
   EXPECT_EQ(resolve("muon", splits("gate_up_proj$", {10, 10}), kParams)[6].splits, (std::vector<Index>{10, 10}));
   EXPECT_EQ(resolve("muon", splits("q_proj", {8, 16}), kParams)[2].splits, (std::vector<Index>{8, 16}));
   expect_in(message("muon", splits("q_proj", {8, 15})), {"24 rows", "[8, 15]", "23", "q_proj"});
-  expect_in(message("adamw", splits("q_proj", {8, 16})), {"muon or soap", "adamw", "q_proj"});
+  expect_in(message("adamw", splits("q_proj", {8, 16})), {"of muon", "adamw", "q_proj"});
   expect_in(message("muon", splits("q_proj", {0, 24})), {"1 row", "0"});
 }
 
