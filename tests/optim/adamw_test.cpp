@@ -268,6 +268,115 @@ TEST(AdamW, refuses_options_out_of_range) {
       quick());
 }
 
+TEST(AdamW, steps_what_its_policy_takes_as_it_says) {
+  run_ranks(
+      2,
+      [&](comm::World& world) {
+        Tree tree = make_tree(world, {1, 2});
+        AdamWOptions own = options();
+        own.policy = [](const ShardedTensor& parameter) {
+          optim::ParamSettings settings{
+              .takes = parameter.name != "head", .lr_scale = parameter.name == "embed" ? 0.5 : 1.0};
+          if (parameter.name == "norm") settings.state_format = "bf16";
+          return settings;
+        };
+        AdamW adamw(tree.root, own);
+        std::map<std::string, TwinParameter> twins =
+            twins_of([](const std::string&, at::IntArrayRef shape) { return shape.size() >= 2; });
+        const std::vector<float> head = twins.at("head").value;
+        backward(tree, world.rank());
+        make_up_gradients(*tree.root, 0);
+        adamw.step({.grad = 0.5, .skip = true});
+        expect_equal(tree.root->sharded_parameters(), twins);
+        adamw.step({.grad = 0.5});
+        for (auto& [name, twin] : twins) {
+          if (!is_used(name) || name == "head") continue;
+          TwinOptions twin_options = kTwin;
+          if (name == "embed") {
+            twin_options.lr *= 0.5;
+          }
+          std::vector<float> grad = made_up_gradient(name, static_cast<Index>(twin.value.size()), 0);
+          for (float& value : grad) value *= 0.5F;
+          twin.update(twin_options, grad);
+        }
+        expect_equal(tree.root->sharded_parameters(), twins);
+
+        const auto parameters = tree.root->sharded_parameters();
+        const auto steps = adamw.steps();
+        const auto table = adamw.table();
+        ASSERT_EQ(steps.size(), parameters.size());
+        ASSERT_EQ(table.size(), parameters.size() - 1);
+        std::size_t row = 0;
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+          const std::string& name = parameters[i].name;
+          EXPECT_EQ(steps[i], is_used(name) && name != "head" ? 1 : 0) << name;
+          if (name == "head") continue;
+          EXPECT_EQ(table[row].name, name);
+          EXPECT_EQ(table[row].shape, parameters[i].shape);
+          EXPECT_EQ(table[row].optimizer, "adamw");
+          EXPECT_EQ(table[row].state_format, name == "norm" ? "bf16" : "fp32");
+          EXPECT_EQ(table[row].block, "element");
+          EXPECT_EQ(table[row].state_bytes, parameters[i].local.numel() * (name == "norm" ? 4 : 8));
+          ++row;
+        }
+        for (const ShardedTensor& state : adamw.states()) {
+          EXPECT_FALSE(state.name.starts_with("head"));
+          EXPECT_EQ(state.dtype, state.name.starts_with("norm.") ? at::kBFloat16 : at::kFloat);
+        }
+      },
+      quick());
+}
+
+TEST(AdamW, continues_from_states_and_counts) {
+  const auto matrices = [](const std::string&, at::IntArrayRef shape) { return shape.size() >= 2; };
+  Twins twins = twins_of(matrices);
+  for (int step = 0; step < 4; ++step) update(twins, step);
+  run_ranks(
+      3,
+      [&](comm::World& world) {
+        Tree tree = make_tree(world, {1, 3});
+        auto adamw = std::make_unique<AdamW>(tree.root, options());
+        for (int step = 0; step < 4; ++step) {
+          if (step == 2) {
+            auto next = std::make_unique<AdamW>(tree.root, options());
+            const auto from = adamw->states();
+            const auto to = next->states();
+            for (std::size_t i = 0; i < to.size(); ++i) to[i].local.copy_(from[i].local);
+            next->set_steps(adamw->steps());
+            adamw = std::move(next);
+          }
+          backward(tree, world.rank(), step);
+          make_up_gradients(*tree.root, step);
+          adamw->step();
+          tree.root->zero_grad();
+        }
+        expect_equal(tree.root->sharded_parameters(), twins);
+        expect_equal_states(*adamw, *tree.root, twins, at::kFloat);
+        EXPECT_INVALID(adamw->set_steps({1}), "[adamw] Expected a count of steps for each of");
+      },
+      quick());
+}
+
+TEST(AdamW, refuses_settings_out_of_range) {
+  run_ranks(
+      1,
+      [&](comm::World& world) {
+        Tree tree = make_tree(world, {1, 1});
+        const auto with = [](const optim::ParamSettings& settings) {
+          AdamWOptions own;
+          own.policy = [settings](const ShardedTensor&) { return settings; };
+          return own;
+        };
+        EXPECT_INVALID(AdamW(tree.root, with({.takes = false})), "[adamw] Expected a policy that takes at least one");
+        EXPECT_INVALID(AdamW(tree.root, with({.lr_scale = -0.5})), "[adamw] Expected lr_scale >= 0");
+        EXPECT_INVALID(AdamW(tree.root, with({.weight_decay = -0.5})), "the policy gave 1 and -0.5");
+        EXPECT_INVALID(
+            AdamW(tree.root, with({.state_format = "power"})),
+            "[adamw] Expected the state format fp32 or bf16, but got 'power'");
+      },
+      quick());
+}
+
 struct DoubleModule : torch::nn::Module {
   DoubleModule() { weight = register_parameter("weight", at::ones({3, 3}, at::kDouble).requires_grad_(true)); }
   at::Tensor weight;
