@@ -62,7 +62,14 @@ struct OptimizerConfig {
   std::vector<double> betas = {0.9, 0.95};
   double eps = 1e-8;
   double weight_decay = 0.1;
-  std::string moment_dtype = "fp32";
+  std::string moment_dtype = "fp32";     // of adamw
+  std::string tile_format = "power";     // of adamw8bit
+  std::string momentum_format = "fp32";  // of muon, like all that follow
+  double momentum = 0.95;
+  bool nesterov = true;
+  std::string scale = "match_rms_adamw";
+  std::string newton_schulz = "keller";
+  std::string replicas = "repeat";
   std::vector<optim::ParamRule> rules = {};  // [[optimizer.rules]]; see param_rules.h
 };
 

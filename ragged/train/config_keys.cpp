@@ -21,6 +21,10 @@ constexpr double kMaxExact = 9007199254740992.0;
 constexpr std::string_view kModelKinds[] = {"llama", "moe"};
 constexpr std::string_view kComputeDtypes[] = {"auto", "fp32", "bf16"};
 constexpr std::string_view kDtypes[] = {"fp32", "bf16"};
+constexpr std::string_view kTileFormats[] = {"power", "dynamic"};
+constexpr std::string_view kMuonScales[] = {"original", "match_rms_adamw"};
+constexpr std::string_view kNewtonSchulz[] = {"keller", "you", "polar_express", "cushioned", "deepseek_v4"};
+constexpr std::string_view kReplicas[] = {"repeat", "share"};
 constexpr std::string_view kOnNonfinite[] = {"raise", "skip"};
 constexpr std::string_view kCollectives[] = {"auto", "stock"};
 constexpr std::string_view kDevices[] = {"auto", "cpu", "cuda"};
@@ -137,8 +141,35 @@ std::vector<ConfigKey> make_keys() {
        .min = 0},
       {.name = "optimizer.moment_dtype",
        .slot = SLOT(optimizer.moment_dtype),
-       .help = "of the two moments",
+       .help = "of the two moments of adamw",
        .choices = kDtypes},
+      {.name = "optimizer.tile_format",
+       .slot = SLOT(optimizer.tile_format),
+       .help = "codes of the moments of adamw8bit; dynamic: those of bitsandbytes",
+       .choices = kTileFormats},
+      {.name = "optimizer.momentum_format",
+       .slot = SLOT(optimizer.momentum_format),
+       .help = "of the momentum of muon",
+       .choices = kDtypes},
+      {.name = "optimizer.momentum",
+       .slot = SLOT(optimizer.momentum),
+       .help = "decay of the momentum of muon",
+       .min = 0,
+       .max = 1,
+       .max_excluded = true},
+      {.name = "optimizer.nesterov", .slot = SLOT(optimizer.nesterov), .help = "of muon: look one step ahead"},
+      {.name = "optimizer.scale",
+       .slot = SLOT(optimizer.scale),
+       .help = "length of updates of muon; match_rms_adamw: that of AdamW at the same learning rate",
+       .choices = kMuonScales},
+      {.name = "optimizer.newton_schulz",
+       .slot = SLOT(optimizer.newton_schulz),
+       .help = "coefficients of the iteration of muon",
+       .choices = kNewtonSchulz},
+      {.name = "optimizer.replicas",
+       .slot = SLOT(optimizer.replicas),
+       .help = "of muon: copies of the model repeat the work, or share it for one more collective a bucket",
+       .choices = kReplicas},
 
       {.name = "parallel.shard",
        .slot = SLOT(parallel.shard),
@@ -234,7 +265,7 @@ std::vector<RuleKey> make_rule_keys() {
       {.name = "state_format", .slot = SLOT(state_format), .help = "of the optimizer's states; depends on the kind"},
       {.name = "splits",
        .slot = SLOT(splits),
-       .help = "rows of each of the matrices that a fused weight is made of; muon and soap",
+       .help = "rows of each of the matrices that a fused weight is made of; muon only",
        .min = 1},
       {.name = "max_dims", .slot = SLOT(max_dims), .help = "only parameters of at most so many dims", .min = 1},
   };

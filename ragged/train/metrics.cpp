@@ -26,17 +26,20 @@ std::string console_line(const StepMetrics& m, Index steps) {
       "{:>2.0f}%  mem {}",
       m.step, fmt::formatted_size("{}", steps), steps, m.loss, m.grad_norm, m.lr, m.tokens_per_s, m.step_ms,
       100.0 * m.comm_wait, format_bytes(m.peak_bytes));
+  if (m.skipped > 0) line += fmt::format("  skipped {}", m.skipped);
   if (m.val_loss) line += fmt::format("  val {:.4f}", *m.val_loss);
   return line;
 }
 
 std::string bytes_table(const StepBytes& planned, const StepBytes& measured) {
   std::string text = fmt::format("{:<34}{:>16}{:>16}\n", "bytes of one step on this rank", "planned", "measured");
-  const auto row = [&](const char* name, Index StepBytes::*field) {
-    const bool equal = planned.*field == measured.*field;
+  const auto line = [&text](const char* name, Index plan, Index measure) {
     text += fmt::format(
-        "  {:<32}{:>16}{:>16}  {}\n", name, grouped(planned.*field), grouped(measured.*field),
-        equal ? "equal" : "DIFFERS");
+        "  {:<32}{:>16}{:>16}  {}\n", name, grouped(plan), grouped(measure), plan == measure ? "equal" : "DIFFERS");
+  };
+  const auto row = [&](const char* name, Index StepBytes::*field) { line(name, planned.*field, measured.*field); };
+  const auto held = [&](const char* name, Index PersistentBytes::*field) {
+    line(name, planned.persistent_bytes.*field, measured.persistent_bytes.*field);
   };
   row("padding", &StepBytes::padding_bytes);
   row("gathered", &StepBytes::gathered_bytes);
@@ -44,6 +47,9 @@ std::string bytes_table(const StepBytes& planned, const StepBytes& measured) {
   row("cast", &StepBytes::cast_bytes);
   row("copied", &StepBytes::copied_bytes);
   row("peak of unsharded images", &StepBytes::peak_image_bytes);
+  held("parameters, held", &PersistentBytes::parameters);
+  held("gradients, held", &PersistentBytes::gradients);
+  held("optimizer states, held", &PersistentBytes::optimizer_states);
   return text;
 }
 

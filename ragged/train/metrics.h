@@ -23,6 +23,16 @@ struct StepMetrics {
   double step_ms = 0.0;
   double comm_wait = 0.0;  // share of the step in which this rank waited for communication, 0 to 1
   Index peak_bytes = 0;    // most memory this process has had
+  Index skipped = 0;       // steps so far that changed nothing, since loss or norm weren't finite
+};
+
+/// Bytes that a rank holds from one step to the next.
+struct PersistentBytes {
+  Index parameters = 0;  // masters
+  Index gradients = 0;
+  Index optimizer_states = 0;
+  Index total() const { return parameters + gradients + optimizer_states; }
+  friend bool operator==(const PersistentBytes&, const PersistentBytes&) = default;
 };
 
 /// Bytes of one step on one rank, as fsdp::StepForecast counts them.
@@ -33,6 +43,7 @@ struct StepBytes {
   Index cast_bytes = 0;
   Index copied_bytes = 0;
   Index peak_image_bytes = 0;
+  PersistentBytes persistent_bytes = {};
   friend bool operator==(const StepBytes&, const StepBytes&) = default;
 };
 
@@ -41,6 +52,8 @@ struct RunSummary {
   Index parameters = 0;
   int world_size = 1;
   std::string param_dtype = {};
+  std::string optimizer = {};     // the config's kind
+  Index skipped_steps = 0;        // see StepMetrics::skipped
   double seconds = 0.0;           // of the training loop
   double loss = 0.0;              // of the last step
   double initial_val_loss = 0.0;  // before the first step

@@ -8,11 +8,24 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+Json to_object(const PersistentBytes& bytes) {
+  return {
+      {"parameters", bytes.parameters},
+      {"gradients", bytes.gradients},
+      {"optimizer_states", bytes.optimizer_states},
+      {"total", bytes.total()},
+  };
+}
+
 Json to_object(const StepBytes& bytes) {
   return {
-      {"padding_bytes", bytes.padding_bytes}, {"gathered_bytes", bytes.gathered_bytes},
-      {"reduced_bytes", bytes.reduced_bytes}, {"cast_bytes", bytes.cast_bytes},
-      {"copied_bytes", bytes.copied_bytes},   {"peak_image_bytes", bytes.peak_image_bytes},
+      {"padding_bytes", bytes.padding_bytes},
+      {"gathered_bytes", bytes.gathered_bytes},
+      {"reduced_bytes", bytes.reduced_bytes},
+      {"cast_bytes", bytes.cast_bytes},
+      {"copied_bytes", bytes.copied_bytes},
+      {"peak_image_bytes", bytes.peak_image_bytes},
+      {"persistent_bytes", to_object(bytes.persistent_bytes)},
   };
 }
 
@@ -29,6 +42,7 @@ std::string to_json_line(const StepMetrics& metrics) {
   object["step_ms"] = metrics.step_ms;
   object["comm_wait"] = metrics.comm_wait;
   object["peak_bytes"] = metrics.peak_bytes;
+  object["skipped"] = metrics.skipped;
   return object.dump();
 }
 
@@ -52,6 +66,8 @@ std::string to_json(const RunSummary& summary) {
   object["parameters"] = summary.parameters;
   object["world_size"] = summary.world_size;
   object["param_dtype"] = summary.param_dtype;
+  object["optimizer"] = summary.optimizer;
+  object["skipped_steps"] = summary.skipped_steps;
   object["seconds"] = summary.seconds;
   object["loss"] = summary.loss;
   object["initial_val_loss"] = summary.initial_val_loss;

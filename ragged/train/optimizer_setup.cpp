@@ -66,6 +66,19 @@ optim::AdamW8bitOptions adamw8bit_options(const Config& config) {
   return options;
 }
 
+optim::MuonOptions muon_options(const Config& config) {
+  optim::MuonOptions options;
+  options.weight_decay = config.optimizer.weight_decay;
+  options.momentum_format = config.optimizer.momentum_format;
+  options.math.momentum = config.optimizer.momentum;
+  options.math.nesterov = config.optimizer.nesterov;
+  options.math.scale = optim::muon_scale(config.optimizer.scale);
+  options.math.newton_schulz.coefficients = config.optimizer.newton_schulz;
+  options.movement.replicas =
+      config.optimizer.replicas == "share" ? optim::MuonReplicas::kShare : optim::MuonReplicas::kRepeat;
+  return options;
+}
+
 // Without a rule's word, by name and global shape.
 bool has_tiles(const optim::ParamChoice& choice, const std::string& name, const std::vector<Index>& shape) {
   if (choice.kind != "adamw8bit") return false;
@@ -84,7 +97,8 @@ optim::OptimizerSpec optimizer_spec(const Config& config) {
       .rules = config.optimizer.rules,
       .lr = config.train.lr,
       .adamw = adamw_options(config),
-      .adamw8bit = adamw8bit_options(config)};
+      .adamw8bit = adamw8bit_options(config),
+      .muon = muon_options(config)};
 }
 
 ParamChoices resolve_optimizers(const Config& config, const torch::nn::Module& model) {
@@ -109,13 +123,11 @@ fsdp::ShardPolicy shard_policy(const Config& config, const ParamChoices& choices
       return plan::rows(rows);
     };
   }
-  // References: the policy is asked within the call that it is made for.
-  return [&choices, &config, prefix](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
+  // A reference: the policy is asked within the call that it is made for.
+  return [&choices, prefix](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
     const std::string name = prefix + parameter.name;
     const optim::ParamChoice& choice = choices.at(name);
     if (has_tiles(choice, name, parameter.shape)) return optim::tile_rows_policy()(parameter);
-    const bool scales_rows = choice.state_format.value_or(config.optimizer.momentum_format) == "int8";
-    if (choice.kind == "muon" && scales_rows) return plan::rows(1);
     return std::nullopt;
   };
 }

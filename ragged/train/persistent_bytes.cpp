@@ -22,12 +22,9 @@ Index state_bytes(const optim::OptimizerRow& row, layout::Interval owned) {
   const Index moments = is_adam ? 2 : 1;
   if (row.state_format == "fp32") return moments * kFp32 * numel;
   if (row.state_format == "bf16") return moments * 2 * numel;
-  if (is_adam) {  // a byte an element, and a scale a tile
-    return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size());
-  }
-  // int8: a scale a row; rows aren't cut.
-  RAGGED_ASSERT(row.state_format.starts_with("int8"), "states of '{}' in '{}'", row.name, row.state_format);
-  return numel + kFp32 * (numel / row.shape.back());
+  // In tiles: a byte an element, and a scale a tile.
+  RAGGED_ASSERT(is_adam, "states of '{}' in '{}'", row.name, row.state_format);
+  return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size());
 }
 
 }  // namespace

@@ -11,12 +11,14 @@
 #include <ATen/ATen.h>
 
 #include "ragged/fsdp/unit.h"
-#include "ragged/optim/adamw.h"
 #include "ragged/optim/clip_grad.h"
+#include "ragged/optim/make_optimizer.h"
 #include "ragged/train/checkpointing.h"
 #include "ragged/train/device.h"
 #include "ragged/train/evaluate.h"
 #include "ragged/train/language_model.h"
+#include "ragged/train/optimizer_setup.h"
+#include "ragged/train/persistent_bytes.h"
 #include "ragged/train/precision.h"
 #include "ragged/train/schedule.h"
 #include "ragged/train/step_meter.h"
@@ -50,25 +52,31 @@ void check_same_text(const comm::World& world, std::uint64_t fingerprint) {
       world.rank(), world.size());
 }
 
+std::string name_of(const torch::nn::Module& child, const torch::nn::Module& root) {
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (item.value().get() == &child) return item.key();
+  }
+  throw InternalError("[train] A layer isn't a module of its model.");
+}
+
 // A unit a layer; embedding, last norm and head are the root's own.
 std::shared_ptr<fsdp::Unit> shard_model(
     LanguageModel& model, const comm::MeshGroups& groups, const Config& config, at::ScalarType param_dtype) {
+  const ParamChoices choices = resolve_optimizers(config, model);
   fsdp::FullyShardOptions options;
   options.groups = groups;
   options.mixed_precision.param_dtype = param_dtype;
   options.mixed_precision.reduce_dtype = parse_scalar_type(config.train.reduce_dtype);
-  if (const Index rows = config.parallel.rows; rows > 0) {
-    options.shard_policy = [rows](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
-      if (parameter.shape.size() < 2) return std::nullopt;
-      return plan::rows(rows);
-    };
-  }
+  options.shard_policy = shard_policy(config, choices, "");
 
   fsdp::FullyShardOptions layer_options = options;
   layer_options.reshard_after_forward = config.parallel.reshard_after_forward;
   layer_options.activation_checkpointing = config.train.activation_checkpointing;
   std::vector<std::shared_ptr<fsdp::Unit>> layers;
-  for (ShardableModule* layer : model.layer_modules()) layers.push_back(fsdp::fully_shard(*layer, layer_options));
+  for (ShardableModule* layer : model.layer_modules()) {
+    layer_options.shard_policy = shard_policy(config, choices, name_of(*layer, model) + ".");
+    layers.push_back(fsdp::fully_shard(*layer, layer_options));
+  }
   auto root = fsdp::fully_shard(model, options);
 
   fsdp::RuntimeOptions runtime;
@@ -78,25 +86,28 @@ std::shared_ptr<fsdp::Unit> shard_model(
   return root;
 }
 
-optim::AdamW make_optimizer(std::shared_ptr<fsdp::Unit> root, const Config& config) {
-  optim::AdamWOptions options;
-  options.lr = config.train.lr;
-  options.beta1 = config.optimizer.betas.at(0);
-  options.beta2 = config.optimizer.betas.at(1);
-  options.eps = config.optimizer.eps;
-  options.weight_decay = config.optimizer.weight_decay;
-  options.moment_dtype = parse_scalar_type(config.optimizer.moment_dtype);
-  return optim::AdamW(std::move(root), options);
-}
-
 // Alike on all ranks, since loss and norm are: nobody is left waiting.
-void check_finite(double loss, double grad_norm, Index step, double lr) {
-  if (std::isfinite(loss) && std::isfinite(grad_norm)) return;
+[[noreturn]] void fail_on_nonfinite(double loss, double grad_norm, Index step, double lr) {
   throw Error(fmt::format(
       "[train] Expected a finite loss and gradient norm, but got {} and {} at step {} with learning "
       "rate {:.2e}. Look at the last lines of metrics.jsonl: a norm that grew points to train.lr "
-      "(lower it, or lengthen train.warmup); a sudden one to train.param_dtype (try fp32).",
+      "(lower it, or lengthen train.warmup); a sudden one to train.param_dtype (try fp32). "
+      "train.nonfinite=skip leaves such steps out.",
       loss, grad_norm, step, lr));
+}
+
+// Clips and steps, without a pass for the clipping; counts a step that changes nothing since its gradients can't be
+// trusted.
+void update(fsdp::Unit& root, optim::Optimizer& optimizer, const TrainConfig& config, StepMetrics& metrics) {
+  const optim::GradClip clip = optim::grad_clip(root, config.clip);
+  metrics.grad_norm = clip.norm;
+  const bool is_finite = std::isfinite(metrics.loss) && std::isfinite(clip.norm);
+  if (!is_finite) {
+    if (config.nonfinite == "raise") fail_on_nonfinite(metrics.loss, clip.norm, metrics.step, metrics.lr);
+    ++metrics.skipped;
+  }
+  optimizer.set_lr(metrics.lr);
+  optimizer.step({.grad = clip.factor, .skip = !is_finite});
 }
 
 std::string headline(
@@ -117,6 +128,7 @@ std::string headline(
 
 RunSummary train(const Config& config, const comm::RankEnv& env, const StopRequest& stop) {
   // Before anybody connects, so that a wrong path stops every rank at once.
+  check_optimizer_rules(config);
   const TextData data = load_text(config.data, config.train.sequence);
 
   comm::WorldOptions options;
@@ -136,6 +148,7 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
   const auto seed = static_cast<std::uint64_t>(config.train.seed);
 
   // Who computes what with whom.
+  check_optimizer_rules(config);
   check_same_text(world, data.fingerprint);
   const comm::MeshGroups groups = world.groups(make_mesh(config.parallel, world.size()));
   const ComputeDtype compute = choose_param_dtype(config.train.param_dtype, world.device().type(), read_cpuinfo());
@@ -144,16 +157,18 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
   const std::shared_ptr<LanguageModel> model = make_model(config.model, deferred_parameters(world.device()));
   const auto root = shard_model(*model, groups, config, compute.dtype);
   root->init_parameters(seed, model->init_rule());
-  optim::AdamW optimizer = make_optimizer(root, config);
+  const std::unique_ptr<optim::Optimizer> optimizer = optim::make_optimizer(root, optimizer_spec(config));
+  const std::vector<optim::OptimizerRow> table = optimizer->table();
 
   // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
-  RunCheckpoints checkpoints(config, world, root, optimizer, data.fingerprint);
+  RunCheckpoints checkpoints(config, world, root, *optimizer, data.fingerprint);
   const std::optional<Resumed> resumed = checkpoints.resume();
   RunProgress progress = resumed ? resumed->progress : RunProgress{};
 
   Reporter report(world.rank() == 0, config.run.dir, progress.step);
   report.say(to_toml(config));
   report.say(headline(config, world, data, *model, compute));
+  report.say(default_rules_text(config.optimizer.kind) + optimizer_table(table));
   if (world.rank() == 0) write_file(report.dir() / "config.toml", to_toml(config));
 
   const auto validate_now = [&] {
@@ -173,6 +188,7 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
       .parameters = parameter_count(*model),
       .world_size = world.size(),
       .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
+      .optimizer = config.optimizer.kind,
       .initial_val_loss = progress.initial_val_loss};
   if (progress.step >= steps) {
     report.say(fmt::format("nothing left to do: train.steps is {}", steps));
@@ -208,18 +224,18 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
     // Update.
     metrics.step = step + 1;
     metrics.loss = totals[0].item<double>() / static_cast<double>(world.size() * accumulate);
-    metrics.grad_norm = optim::clip_grad_norm(*root, config.train.clip);
     metrics.lr = learning_rate(schedule, step);
-    check_finite(metrics.loss, metrics.grad_norm, metrics.step, metrics.lr);
-    optimizer.set_lr(metrics.lr);
-    optimizer.step();
+    update(*root, *optimizer, config.train, metrics);
+    if (metrics.step == steps) measured.persistent_bytes = measured_persistent_bytes(*root, *optimizer);
     root->zero_grad();
 
     // Report. The clock stops before validation.
     const double step_seconds = meter.seconds();
     progress.step = metrics.step;
     progress.seconds += step_seconds;
+    const PersistentBytes held = measured.persistent_bytes;
     measured = meter.bytes();
+    measured.persistent_bytes = held;
     metrics.step_ms = 1000.0 * step_seconds;
     metrics.tokens_per_s = static_cast<double>(tokens_per_step) / step_seconds;
     metrics.comm_wait = meter.wait_seconds() / step_seconds;
@@ -243,8 +259,8 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
   }
 
   // What the plan says of such a step, before sampling changes when parameters are dropped.
-  const StepBytes planned =
-      to_step_bytes(root->forecast(static_cast<int>(accumulate), config.train.sync_each_micro_batch));
+  StepBytes planned = to_step_bytes(root->forecast(static_cast<int>(accumulate), config.train.sync_each_micro_batch));
+  planned.persistent_bytes = planned_persistent_bytes(*root, table);
   measured.padding_bytes = measure_padding(*root, compute.dtype);
 
   if (config.eval.sample_bytes > 0) {
@@ -256,6 +272,7 @@ RunSummary train(const Config& config, comm::World& world, const TextData& data,
   }
 
   summary.steps = steps;
+  summary.skipped_steps = metrics.skipped;
   summary.seconds = progress.seconds;
   summary.loss = metrics.loss;
   summary.val_loss = *metrics.val_loss;

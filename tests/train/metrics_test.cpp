@@ -54,7 +54,8 @@ TEST(Metrics, json_line_has_the_documented_fields) {
   const Json object = Json::parse(to_json_line(kStep));
   EXPECT_EQ(
       names(object),
-      (std::set<std::string>{"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "comm_wait", "peak_bytes"}));
+      (std::set<std::string>{
+          "step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "comm_wait", "peak_bytes", "skipped"}));
   EXPECT_EQ(object["step"], 3);
   EXPECT_EQ(object["comm_wait"], 0.125);
   EXPECT_EQ(object["peak_bytes"], 1 << 20);
@@ -77,11 +78,18 @@ TEST(Metrics, json_stays_valid_when_a_number_is_not_finite) {
 
 TEST(Metrics, summary_has_planned_and_measured_with_equal_fields) {
   const Json object = Json::parse(to_json(RunSummary{.planned = {.padding_bytes = 7}}));
-  const std::set<std::string> fields{"padding_bytes", "gathered_bytes", "reduced_bytes",
-                                     "cast_bytes",    "copied_bytes",   "peak_image_bytes"};
+  const std::set<std::string> fields{"padding_bytes", "gathered_bytes",   "reduced_bytes",   "cast_bytes",
+                                     "copied_bytes",  "peak_image_bytes", "persistent_bytes"};
   EXPECT_EQ(names(object["planned"]), fields);
   EXPECT_EQ(names(object["measured"]), fields);
   EXPECT_EQ(object["planned"]["padding_bytes"], 7);
+  EXPECT_EQ(
+      names(object["measured"]["persistent_bytes"]),
+      (std::set<std::string>{"parameters", "gradients", "optimizer_states", "total"}));
+  const PersistentBytes held{.parameters = 1, .gradients = 20, .optimizer_states = 300};
+  EXPECT_EQ(
+      Json::parse(to_json(RunSummary{.planned = {.persistent_bytes = held}}))["planned"]["persistent_bytes"]["total"],
+      321);
 }
 
 TEST(Metrics, console_line_shows_all_that_is_documented) {
@@ -89,6 +97,12 @@ TEST(Metrics, console_line_shows_all_that_is_documented) {
       console_line(kStep, 100),
       "step   3/100  loss 2.5000  norm 0.500  lr 1.00e-03    4096 tok/s    250 ms  wait 12%  "
       "mem 1.0 MiB");
+}
+
+TEST(Metrics, console_line_counts_skipped_steps) {
+  StepMetrics metrics = kStep;
+  metrics.skipped = 2;
+  EXPECT_EQ(console_line(metrics, 100), console_line(kStep, 100) + "  skipped 2");
 }
 
 TEST(Metrics, table_marks_what_is_equal_and_what_is_not) {

@@ -197,6 +197,42 @@ TEST_F(Trainer, loss_that_is_not_finite_stops_the_run_and_says_what_to_look_at) 
   }
 }
 
+TEST_F(Trainer, steps_that_are_not_finite_are_skipped_and_counted_where_asked) {
+  config_.train.lr = 1e30;  // the first step ruins the model
+  config_.train.steps = 4;
+  config_.train.nonfinite = "skip";
+  const Outcome result = run(2, config_);
+  EXPECT_EQ(result.summary["skipped_steps"], 3);
+  std::vector<int> skipped;
+  for (const Json& step : result.steps) skipped.push_back(step["skipped"]);
+  EXPECT_EQ(skipped, (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_TRUE(result.steps.back()["grad_norm"].is_null());
+}
+
+TEST_F(Trainer, eight_bit_moments_train_alike_on_any_number_of_ranks_and_take_less_memory) {
+  config_.model = {.dim = 72, .layers = 2, .heads = 6, .kv_heads = 2, .feed_forward = 100};
+  config_.train.steps = 4;
+  const Outcome exact = run(1, config_);
+  config_.optimizer.kind = "adamw8bit";
+  const Outcome one = run(1, config_);
+  expect_equal(exact, one, 0.01, "8 bits");
+  for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 5e-4, std::to_string(ranks) + " ranks");
+  const auto states = [](const Outcome& o) -> Index {
+    return o.summary["measured"]["persistent_bytes"]["optimizer_states"];
+  };
+  EXPECT_LT(states(one), 0.6 * static_cast<double>(states(exact)));  // embedding and head stay
+  EXPECT_EQ(one.summary["optimizer"], "adamw8bit");
+}
+
+TEST_F(Trainer, rules_deal_parameters_out) {
+  config_.optimizer.rules = {
+      {.match = "mlp", .kind = "adamw8bit", .state_format = "dynamic"}, {.match = "norm", .lr_scale = 0.0}};
+  config_.train.batch = 2;
+  run(2, config_);
+  config_.optimizer.rules.push_back({.match = "no_such_parameter"});
+  EXPECT_THROW(run(2, config_), InvalidArgument);
+}
+
 TEST_F(Trainer, mesh_that_does_not_fit_the_ranks_is_refused) {
   config_.parallel.shard = 3;
   EXPECT_THROW(run(2, config_), InvalidArgument);
