@@ -9,6 +9,7 @@
 
 #include "ragged/base/error.h"
 #include "ragged/optim/adamw_aten.h"
+#include "ragged/optim/cuda_kernels.h"
 
 namespace ragged::optim {
 namespace {
@@ -101,15 +102,22 @@ std::int64_t adamw8bit_step(
   std::vector<Work> works;
   Index panels = 0;
   std::vector<at::Tensor> counts;  // read after everything is on its way, so that a device isn't waited for in between
+  std::vector<AdamW8bitPiece> on_cuda;
   for (const AdamW8bitPiece& piece : pieces) {
     if (piece.geometry.numel == 0) continue;
     if (has_kernel(piece)) {
       works.push_back(work_of(piece, panels));
       panels += works.back().panels_per_strip * piece.geometry.num_strips;
+    } else if (has_cuda_kernel(piece)) {
+      on_cuda.push_back(piece);
     } else {
       counts.push_back(at::zeros({}, piece.param.options().dtype(at::kLong)));
       adamw8bit_step_through_aten(piece, scale, options, counts.back());
     }
+  }
+  if (!on_cuda.empty()) {
+    counts.push_back(at::zeros({}, on_cuda.front().param.options().dtype(at::kLong)));
+    adamw8bit_step_on_cuda(on_cuda, scale, options, counts.back());
   }
   const auto grad_scale = static_cast<float>(scale.grad);
   std::atomic<std::int64_t> not_finite{0};

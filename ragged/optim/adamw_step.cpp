@@ -10,6 +10,7 @@
 #include "ragged/base/error.h"
 #include "ragged/optim/adamw_aten.h"
 #include "ragged/optim/adamw_kernel.h"
+#include "ragged/optim/cuda_kernels.h"
 
 namespace ragged::optim {
 namespace {
@@ -132,15 +133,19 @@ void adamw_step(std::span<const AdamWPiece> pieces, const StepScale& scale) {
   for (const AdamWPiece& piece : pieces) check(piece);
   if (scale.skip) return;
   std::vector<Span> spans;
+  std::vector<AdamWPiece> on_cuda;
   for (const AdamWPiece& piece : pieces) {
     if (piece.param.numel() == 0) continue;
     if (has_kernel(piece)) {
       spans.push_back(span_of(piece));
+    } else if (has_cuda_kernel(piece)) {
+      on_cuda.push_back(piece);
     } else {
       adamw_step_through_aten(piece, scale);
     }
   }
   run_spans(std::move(spans), static_cast<float>(scale.grad));
+  adamw_step_on_cuda(on_cuda, scale);
 }
 
 }  // namespace ragged::optim

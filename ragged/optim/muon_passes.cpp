@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "ragged/base/error.h"
+#include "ragged/optim/cuda_kernels.h"
 #include "ragged/optim/muon_kernel.h"
 
 namespace ragged::optim {
@@ -37,6 +38,7 @@ at::Tensor moved(const at::Tensor& x, const at::Tensor& y, float factor) {
 void muon_pack_pass(
     const MuonRates& rates, double grad_scale, const at::Tensor& grad, const at::Tensor& momentum,
     const at::Tensor& out) {
+  if (has_cuda_muon(grad)) return muon_pack_by_kernel(rates.momentum, rates.nesterov, grad_scale, grad, momentum, out);
   const auto beta = static_cast<float>(rates.momentum);
   if (!grad.is_cpu() || !is_kernel_dtype(grad)) {
     const at::Tensor g = grad.to(at::kFloat) * static_cast<float>(grad_scale);
@@ -58,6 +60,8 @@ void muon_pack_pass(
 }
 
 void muon_apply_pass(const at::Tensor& param, const at::Tensor& update, double decay, double step_size) {
+  if (has_cuda_muon(param) && param.scalar_type() == at::kFloat)
+    return muon_apply_by_kernel(param, update, decay, step_size);
   const auto decay32 = static_cast<float>(decay);
   const auto step32 = static_cast<float>(step_size);
   if (!param.is_cpu() || param.scalar_type() != at::kFloat) {
