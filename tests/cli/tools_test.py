@@ -229,7 +229,8 @@ class ToolsTest(unittest.TestCase):
     # --- against a run ---
 
     def test_images_and_traffic_are_those_of_a_real_run(self):
-        """The demo's model on 4 ranks: what the step moves and the largest unsharded images, exactly."""
+        """The demo's model on 4 ranks: what the step moves and the largest unsharded images, exactly;
+        what stays on a rank within 5 %."""
         demo = HERE.parent.parent / "configs" / "demo.toml"
         model = tomllib.loads(demo.read_text())["model"]
         dim, ff = model["dim"], model["feed_forward"]
@@ -270,6 +271,14 @@ class ToolsTest(unittest.TestCase):
         self.assertEqual(step["gathered_bytes"], measured["gathered_bytes"])
         self.assertEqual(step["reduced_bytes"], measured["reduced_bytes"])
         self.assertEqual(step["highest"]["images"], measured["peak_image_bytes"])
+        plan = self.json("plan", "demo.json", "--ranks", 4)["bytes_per_rank"]
+        held = measured["persistent_bytes"]
+        for ours, simulated, planned in (
+                ("parameters", step["highest"]["parameters"], plan["parameters"]),
+                ("gradients", step["highest"]["gradients"], plan["gradients"]),
+                ("optimizer_states", step["highest"]["optimizer"], plan["optimizer"]["adamw"])):
+            self.assertAlmostEqual(simulated / held[ours], 1.0, delta=0.05, msg=ours)
+            self.assertAlmostEqual(planned / held[ours], 1.0, delta=0.05, msg=ours)
 
 
 if __name__ == "__main__":
