@@ -86,28 +86,13 @@ std::shared_ptr<fsdp::Unit> shard_model(
   return root;
 }
 
-// Alike on all ranks, since loss and norm are: nobody is left waiting.
-[[noreturn]] void fail_on_nonfinite(double loss, double grad_norm, Index step, double lr) {
+[[noreturn]] void fail_on_nonfinite(const StepMetrics& metrics) {
   throw Error(fmt::format(
       "[train] Expected a finite loss and gradient norm, but got {} and {} at step {} with learning "
       "rate {:.2e}. Look at the last lines of metrics.jsonl: a norm that grew points to train.lr "
       "(lower it, or lengthen train.warmup); a sudden one to train.param_dtype (try fp32). "
       "train.nonfinite=skip leaves such steps out.",
-      loss, grad_norm, step, lr));
-}
-
-// Clips and steps, without a pass for the clipping; counts a step that changes nothing since its gradients can't be
-// trusted.
-void update(fsdp::Unit& root, optim::Optimizer& optimizer, const TrainConfig& config, StepMetrics& metrics) {
-  const optim::GradClip clip = optim::grad_clip(root, config.clip);
-  metrics.grad_norm = clip.norm;
-  const bool is_finite = std::isfinite(metrics.loss) && std::isfinite(clip.norm);
-  if (!is_finite) {
-    if (config.nonfinite == "raise") fail_on_nonfinite(metrics.loss, clip.norm, metrics.step, metrics.lr);
-    ++metrics.skipped;
-  }
-  optimizer.set_lr(metrics.lr);
-  optimizer.step({.grad = clip.factor, .skip = !is_finite});
+      metrics.loss, metrics.grad_norm, metrics.step, metrics.lr));
 }
 
 std::string headline(
@@ -122,6 +107,221 @@ std::string headline(
       format_bytes(data.train.numel() + data.validation.numel()), data.folder, data.files,
       format_bytes(data.validation.numel()), world.size() * train.batch * train.accumulate * train.sequence,
       world.size() * train.batch * train.accumulate * train.sequence * train.steps);
+}
+
+// One run on this rank, from the model's shards to the summary.
+class Training {
+ public:
+  Training(const Config& config, comm::World& world, const TextData& data, const StopRequest& stop);
+  RunSummary run();
+
+ private:
+  void introduce(const std::optional<Resumed>& resumed);
+  double validate();
+  /// False where a signal asks for a stop.
+  bool step(Index step);
+  at::Tensor forward_backward(Index step);
+  void update();
+  void report(const StepMeter& meter);
+  bool save(const StepFlags& agreed, int signal);
+  RunSummary summary() const;
+  RunSummary finish();
+
+  const Config& config_;
+  comm::World& world_;
+  const TextData& data_;
+  const StopRequest& stop_;
+  const Index steps_;
+  const ComputeDtype compute_;
+  const ScheduleOptions schedule_;
+  std::shared_ptr<LanguageModel> model_;
+  std::shared_ptr<fsdp::Unit> root_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
+  std::optional<RunCheckpoints> checkpoints_;
+  std::optional<Reporter> report_;
+  RunProgress progress_;
+  StepMetrics metrics_;  // of the last step, as are the next two
+  StepBytes measured_;
+  PersistentBytes held_;
+};
+
+Training::Training(const Config& config, comm::World& world, const TextData& data, const StopRequest& stop)
+    : config_(config),
+      world_(world),
+      data_(data),
+      stop_(stop),
+      steps_(config.train.steps),
+      compute_(choose_param_dtype(config.train.param_dtype, world.device().type(), read_cpuinfo())),
+      schedule_{
+          .peak = config.train.lr,
+          .min_ratio = config.train.min_lr_ratio,
+          .warmup = config.train.warmup,
+          .steps = config.train.steps} {
+  // Who computes what with whom.
+  check_optimizer_rules(config);
+  check_same_text(world, data.fingerprint);
+  const comm::MeshGroups groups = world.groups(make_mesh(config.parallel, world.size()));
+
+  // The model takes no memory until each rank fills its shard.
+  model_ = make_model(config.model, deferred_parameters(world.device()));
+  root_ = shard_model(*model_, groups, config, compute_.dtype);
+  root_->init_parameters(static_cast<std::uint64_t>(config.train.seed), model_->init_rule());
+  optimizer_ = optim::make_optimizer(root_, optimizer_spec(config));
+  checkpoints_.emplace(config, world, root_, *optimizer_, data.fingerprint);
+}
+
+RunSummary Training::run() {
+  // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
+  const std::optional<Resumed> resumed = checkpoints_->resume();
+  if (resumed) progress_ = resumed->progress;
+  introduce(resumed);
+  if (progress_.step >= steps_) {
+    report_->say(fmt::format("nothing left to do: train.steps is {}", steps_));
+    return summary();
+  }
+  for (Index i = progress_.step; i < steps_; ++i) {
+    if (!step(i)) return summary();
+  }
+  return finish();
+}
+
+void Training::introduce(const std::optional<Resumed>& resumed) {
+  report_.emplace(world_.rank() == 0, config_.run.dir, progress_.step);
+  report_->say(to_toml(config_));
+  report_->say(headline(config_, world_, data_, *model_, compute_));
+  report_->say(default_rules_text(config_.optimizer.kind) + optimizer_table(optimizer_->table()));
+  if (world_.rank() == 0) write_file(report_->dir() / "config.toml", to_toml(config_));
+  if (resumed) {
+    for (const std::string& note : resumed->notes) report_->say(note);
+    return;
+  }
+  if (!config_.checkpoint.resume.empty()) report_->say("no checkpoint to resume from yet: from the beginning");
+  progress_.initial_val_loss = validate();
+  report_->say(fmt::format("validation loss before training: {:.4f}", progress_.initial_val_loss));
+}
+
+double Training::validate() {
+  return validation_loss(
+      world_, *root_, *model_, data_.validation,
+      {.sequences = config_.eval.sequences, .sequence = config_.train.sequence, .batch = config_.train.batch});
+}
+
+bool Training::step(Index step) {
+  const StepMeter meter(*root_);
+  const at::Tensor loss_sum = forward_backward(step);
+
+  // What ranks must agree on besides the loss goes along.
+  const int signal = stop_ ? stop_() : 0;
+  const StepFlags flags = checkpoints_->flags(signal != 0);
+  const at::Tensor sums = at::cat({loss_sum, at::tensor({flags.stop, flags.written}, loss_sum.options())});
+  world_.all().all_reduce_sum(sums, "loss").wait();
+  const at::Tensor totals = sums.cpu();
+
+  metrics_.step = step + 1;
+  metrics_.loss = totals[0].item<double>() / static_cast<double>(world_.size() * config_.train.accumulate);
+  metrics_.lr = learning_rate(schedule_, step);
+  update();
+  report(meter);
+  return save({.stop = totals[1].item<double>(), .written = totals[2].item<double>()}, signal);
+}
+
+// A micro-batch after the other. Gradients add up; they are reduced in the last one. Returns the sum of the losses,
+// [1].
+at::Tensor Training::forward_backward(Index step) {
+  const TrainConfig& train = config_.train;
+  at::Tensor loss_sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(world_.device()));
+  for (Index micro = 0; micro < train.accumulate; ++micro) {
+    root_->set_requires_gradient_sync(train.sync_each_micro_batch || micro == train.accumulate - 1);
+    const Index first = (world_.rank() * train.accumulate + micro) * train.batch;
+    const Batch part = training_batch(
+        data_.train, train.sequence, static_cast<std::uint64_t>(train.seed),
+        {.step = step, .first = first, .count = train.batch});
+    const at::Tensor loss = root_->call(*model_, part.tokens.to(world_.device()), part.targets.to(world_.device()));
+    (loss / train.accumulate).backward();
+    loss_sum += loss.detach();
+  }
+  return loss_sum;
+}
+
+// Clips and steps, without a pass for the clipping. A step whose gradients can't be trusted changes nothing and is
+// counted, or ends the run; alike on all ranks, since loss and norm are.
+void Training::update() {
+  const optim::GradClip clip = optim::grad_clip(*root_, config_.train.clip);
+  metrics_.grad_norm = clip.norm;
+  const bool is_finite = std::isfinite(metrics_.loss) && std::isfinite(clip.norm);
+  if (!is_finite && config_.train.nonfinite == "raise") fail_on_nonfinite(metrics_);
+  metrics_.skipped += is_finite ? 0 : 1;
+  optimizer_->set_lr(metrics_.lr);
+  optimizer_->step({.grad = clip.factor, .skip = !is_finite});
+  if (metrics_.step == steps_) held_ = measured_persistent_bytes(*root_, *optimizer_);
+  root_->zero_grad();
+}
+
+// The clock stops before validation.
+void Training::report(const StepMeter& meter) {
+  const TrainConfig& train = config_.train;
+  const double seconds = meter.seconds();
+  progress_.step = metrics_.step;
+  progress_.seconds += seconds;
+  measured_ = meter.bytes();
+  metrics_.step_ms = 1000.0 * seconds;
+  metrics_.tokens_per_s =
+      static_cast<double>(world_.size() * train.batch * train.accumulate * train.sequence) / seconds;
+  metrics_.comm_wait = meter.wait_seconds() / seconds;
+  metrics_.peak_bytes = peak_memory_bytes(world_.device());
+  metrics_.val_loss.reset();
+  const bool is_due = config_.eval.every > 0 && metrics_.step % config_.eval.every == 0;
+  if (metrics_.step == 1 || is_due || metrics_.step == steps_) metrics_.val_loss = validate();
+  report_->step(metrics_, steps_, metrics_.val_loss || metrics_.step % train.log_every == 0);
+}
+
+// Ranks know from the sums what all of them do.
+bool Training::save(const StepFlags& agreed, int signal) {
+  for (const std::string& line : checkpoints_->after_step(progress_, agreed)) report_->say(line);
+  if (agreed.stop == 0.0 || progress_.step == steps_) return true;
+  const std::string name = signal != 0 ? signal_name(signal) : "a signal on another rank";
+  report_->say(fmt::format(
+      "stopped by {} after step {} of {}; --checkpoint.resume=auto goes on from here", name, progress_.step, steps_));
+  return false;
+}
+
+RunSummary Training::summary() const {
+  return {
+      .steps = progress_.step,
+      .parameters = parameter_count(*model_),
+      .world_size = world_.size(),
+      .param_dtype = compute_.dtype == at::kBFloat16 ? "bf16" : "fp32",
+      .optimizer = config_.optimizer.kind,
+      .skipped_steps = metrics_.skipped,
+      .initial_val_loss = progress_.initial_val_loss};
+}
+
+RunSummary Training::finish() {
+  // What the plan says of such a step, before sampling changes when parameters are dropped.
+  RunSummary summary = this->summary();
+  summary.planned =
+      to_step_bytes(root_->forecast(static_cast<int>(config_.train.accumulate), config_.train.sync_each_micro_batch));
+  summary.planned.persistent_bytes = planned_persistent_bytes(*root_, optimizer_->table());
+  summary.measured = measured_;
+  summary.measured.persistent_bytes = held_;
+  summary.measured.padding_bytes = measure_padding(*root_, compute_.dtype);
+
+  if (config_.eval.sample_bytes > 0) {
+    root_->set_reshard_after_forward(false);
+    const std::string text = generate(
+        *root_, *model_, world_.device(), kPrompt,
+        {.bytes = config_.eval.sample_bytes,
+         .context = config_.train.sequence,
+         .temperature = config_.eval.temperature,
+         .seed = static_cast<std::uint64_t>(config_.train.seed)});
+    report_->say(fmt::format("\nthe model writes:\n\n{}\n", printable(text)));
+  }
+
+  summary.seconds = progress_.seconds;
+  summary.loss = metrics_.loss;
+  summary.val_loss = *metrics_.val_loss;
+  report_->finish(summary);
+  return summary;
 }
 
 }  // namespace
@@ -141,145 +341,7 @@ RunSummary train(const Config& config, const comm::RankEnv& env, const StopReque
 }
 
 RunSummary train(const Config& config, comm::World& world, const TextData& data, const StopRequest& stop) {
-  const Index steps = config.train.steps;
-  const Index batch = config.train.batch;
-  const Index accumulate = config.train.accumulate;
-  const Index sequence = config.train.sequence;
-  const auto seed = static_cast<std::uint64_t>(config.train.seed);
-
-  // Who computes what with whom.
-  check_optimizer_rules(config);
-  check_same_text(world, data.fingerprint);
-  const comm::MeshGroups groups = world.groups(make_mesh(config.parallel, world.size()));
-  const ComputeDtype compute = choose_param_dtype(config.train.param_dtype, world.device().type(), read_cpuinfo());
-
-  // The model takes no memory until each rank fills its shard.
-  const std::shared_ptr<LanguageModel> model = make_model(config.model, deferred_parameters(world.device()));
-  const auto root = shard_model(*model, groups, config, compute.dtype);
-  root->init_parameters(seed, model->init_rule());
-  const std::unique_ptr<optim::Optimizer> optimizer = optim::make_optimizer(root, optimizer_spec(config));
-  const std::vector<optim::OptimizerRow> table = optimizer->table();
-
-  // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
-  RunCheckpoints checkpoints(config, world, root, *optimizer, data.fingerprint);
-  const std::optional<Resumed> resumed = checkpoints.resume();
-  RunProgress progress = resumed ? resumed->progress : RunProgress{};
-
-  Reporter report(world.rank() == 0, config.run.dir, progress.step);
-  report.say(to_toml(config));
-  report.say(headline(config, world, data, *model, compute));
-  report.say(default_rules_text(config.optimizer.kind) + optimizer_table(table));
-  if (world.rank() == 0) write_file(report.dir() / "config.toml", to_toml(config));
-
-  const auto validate_now = [&] {
-    return validation_loss(
-        world, *root, *model, data.validation,
-        {.sequences = config.eval.sequences, .sequence = sequence, .batch = batch});
-  };
-  if (resumed) {
-    for (const std::string& note : resumed->notes) report.say(note);
-  } else {
-    if (!config.checkpoint.resume.empty()) report.say("no checkpoint to resume from yet: from the beginning");
-    progress.initial_val_loss = validate_now();
-    report.say(fmt::format("validation loss before training: {:.4f}", progress.initial_val_loss));
-  }
-  RunSummary summary{
-      .steps = progress.step,
-      .parameters = parameter_count(*model),
-      .world_size = world.size(),
-      .param_dtype = compute.dtype == at::kBFloat16 ? "bf16" : "fp32",
-      .optimizer = config.optimizer.kind,
-      .initial_val_loss = progress.initial_val_loss};
-  if (progress.step >= steps) {
-    report.say(fmt::format("nothing left to do: train.steps is {}", steps));
-    return summary;
-  }
-
-  const ScheduleOptions schedule{
-      .peak = config.train.lr, .min_ratio = config.train.min_lr_ratio, .warmup = config.train.warmup, .steps = steps};
-  const Index tokens_per_step = world.size() * batch * accumulate * sequence;
-  StepMetrics metrics;
-  StepBytes measured;
-
-  for (Index step = progress.step; step < steps; ++step) {
-    const StepMeter meter(*root);
-
-    // Forward and backward, a micro-batch after the other. Gradients add up; they are reduced in the last one.
-    at::Tensor loss_sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(world.device()));
-    for (Index micro = 0; micro < accumulate; ++micro) {
-      root->set_requires_gradient_sync(config.train.sync_each_micro_batch || micro == accumulate - 1);
-      const Index first = (world.rank() * accumulate + micro) * batch;
-      const Batch part = training_batch(data.train, sequence, seed, {.step = step, .first = first, .count = batch});
-      const at::Tensor loss = root->call(*model, part.tokens.to(world.device()), part.targets.to(world.device()));
-      (loss / accumulate).backward();
-      loss_sum += loss.detach();
-    }
-    // What ranks must agree on besides goes along.
-    const int signal = stop ? stop() : 0;
-    const StepFlags flags = checkpoints.flags(signal != 0);
-    const at::Tensor sums = at::cat({loss_sum, at::tensor({flags.stop, flags.written}, loss_sum.options())});
-    world.all().all_reduce_sum(sums, "loss").wait();
-    const at::Tensor totals = sums.cpu();
-
-    // Update.
-    metrics.step = step + 1;
-    metrics.loss = totals[0].item<double>() / static_cast<double>(world.size() * accumulate);
-    metrics.lr = learning_rate(schedule, step);
-    update(*root, *optimizer, config.train, metrics);
-    if (metrics.step == steps) measured.persistent_bytes = measured_persistent_bytes(*root, *optimizer);
-    root->zero_grad();
-
-    // Report. The clock stops before validation.
-    const double step_seconds = meter.seconds();
-    progress.step = metrics.step;
-    progress.seconds += step_seconds;
-    const PersistentBytes held = measured.persistent_bytes;
-    measured = meter.bytes();
-    measured.persistent_bytes = held;
-    metrics.step_ms = 1000.0 * step_seconds;
-    metrics.tokens_per_s = static_cast<double>(tokens_per_step) / step_seconds;
-    metrics.comm_wait = meter.wait_seconds() / step_seconds;
-    metrics.peak_bytes = peak_memory_bytes(world.device());
-    metrics.val_loss.reset();
-    const bool is_last = metrics.step == steps;
-    const bool is_due = config.eval.every > 0 && metrics.step % config.eval.every == 0;
-    if (step == 0 || is_due || is_last) metrics.val_loss = validate_now();
-    report.step(metrics, steps, metrics.val_loss || metrics.step % config.train.log_every == 0);
-
-    // Save. Ranks know from the sums what all of them do.
-    const StepFlags agreed{.stop = totals[1].item<double>(), .written = totals[2].item<double>()};
-    for (const std::string& line : checkpoints.after_step(progress, agreed)) report.say(line);
-    if (agreed.stop > 0.0 && !is_last) {
-      const std::string name = signal != 0 ? signal_name(signal) : "a signal on another rank";
-      report.say(fmt::format(
-          "stopped by {} after step {} of {}; --checkpoint.resume=auto goes on from here", name, metrics.step, steps));
-      summary.steps = progress.step;
-      return summary;
-    }
-  }
-
-  // What the plan says of such a step, before sampling changes when parameters are dropped.
-  StepBytes planned = to_step_bytes(root->forecast(static_cast<int>(accumulate), config.train.sync_each_micro_batch));
-  planned.persistent_bytes = planned_persistent_bytes(*root, table);
-  measured.padding_bytes = measure_padding(*root, compute.dtype);
-
-  if (config.eval.sample_bytes > 0) {
-    root->set_reshard_after_forward(false);
-    const std::string text = generate(
-        *root, *model, world.device(), kPrompt,
-        {.bytes = config.eval.sample_bytes, .context = sequence, .temperature = config.eval.temperature, .seed = seed});
-    report.say(fmt::format("\nthe model writes:\n\n{}\n", printable(text)));
-  }
-
-  summary.steps = steps;
-  summary.skipped_steps = metrics.skipped;
-  summary.seconds = progress.seconds;
-  summary.loss = metrics.loss;
-  summary.val_loss = *metrics.val_loss;
-  summary.planned = planned;
-  summary.measured = measured;
-  report.finish(summary);
-  return summary;
+  return Training(config, world, data, stop).run();
 }
 
 }  // namespace ragged::train
