@@ -20,6 +20,9 @@ static_assert(std::atomic<int>::is_always_lock_free, "a handler may not wait");
 
 void note(int number) {
   g_number = number;
+  // Once: whoever sends another doesn't want to wait.
+  std::signal(SIGTERM, SIG_DFL);
+  std::signal(SIGINT, SIG_DFL);
 }
 
 }  // namespace
@@ -29,8 +32,7 @@ StopSignal::StopSignal() {
   g_number = 0;
   struct sigaction action {};
   action.sa_handler = note;
-  // Once: whoever sends it again doesn't want to wait.
-  action.sa_flags = static_cast<int>(SA_RESETHAND) | SA_RESTART;
+  action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
   sigaction(SIGTERM, &action, &g_before_term);
   sigaction(SIGINT, &action, &g_before_int);

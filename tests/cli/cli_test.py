@@ -153,8 +153,19 @@ class CliTest(unittest.TestCase):
         self.assert_fails(self.ragged("train", "tiny.toml", "--model.kv_heads=4"), 2, "model.kv_heads")
         self.assert_fails(self.ragged("train", "tiny.toml", "steps=4"), 2, "--section.key=value")
 
-    def test_checkpoints_are_refused(self):
-        self.assert_fails(self.ragged("train", "tiny.toml", "--checkpoint.every=10"), 2, "aren't in this version")
+    def test_rules_of_the_optimizer(self):
+        def fails(rule, *fragments):
+            (self.dir / "ruled.toml").write_text(CONFIG + "[[optimizer.rules]]\n" + rule)
+            self.assert_fails(self.ragged("train", "ruled.toml"), 2, *fragments)
+
+        fails("match = 'self_atn'\nkind = 'muon'\n", "'self_atn'", "matches none", "nearest name")
+        fails("match = 'norm'\nkind = 'muon'\n", "layers.0.input_layernorm.weight", "[24]", 'kind = "adamw"')
+        fails("match = 'q_proj'\nkind = 'moun'\n", "moun", "one of adamw", "optimizer.rules[0].kind")
+        fails("match = '('\n", "regular expression", "optimizer.rules[0]")
+        fails("kind = 'muon'\n", "'match'", "line ")
+        fails("match = 'q_proj'\nkind = 'muon'\nsplits = [20, 3]\n", "24 rows", "[20, 3]", "q_proj")
+        result = self.ragged("train", "tiny.toml", "--optimizer.rules=[]")
+        self.assert_fails(result, 2, "command line", "[[optimizer.rules]]")
 
     def test_missing_data_file(self):
         self.assert_fails(self.ragged("train", "tiny.toml", "--data.path=nowhere.txt"), 2, "nowhere.txt", "data.path")
@@ -181,6 +192,17 @@ class CliTest(unittest.TestCase):
         self.assertFalse((self.dir / "runs/tiny/summary.json").exists())
 
     # --- runs ---
+
+    def test_every_optimizer_runs_and_says_what_it_holds(self):
+        for kind in ("adamw", "adamw8bit", "muon"):
+            with self.subTest(kind):
+                outputs = self.run_ranks(2, f"--optimizer.kind={kind}", f"--run.dir=runs/{kind}")
+                self.assertRegex(outputs[0], r"layers\.\*\.self_attn\.q_proj\.weight +x 2 +24 x 24 +" + kind)
+                summary = self.summary(kind)
+                self.assertEqual(summary["planned"], summary["measured"])
+                held = summary["measured"]["persistent_bytes"]
+                self.assertEqual(held["total"], held["parameters"] + held["gradients"] + held["optimizer_states"])
+                self.assertEqual(summary["optimizer"], kind)
 
     def test_one_process_needs_no_launcher(self):
         result = self.ragged("train", "tiny.toml")

@@ -252,9 +252,11 @@ TEST(StopSignal, notes_the_first_and_puts_back_what_was_there) {
     EXPECT_EQ(signal.number(), 0);
     std::raise(SIGTERM);
     EXPECT_EQ(signal.number(), SIGTERM);
-    struct sigaction now {};
-    sigaction(SIGTERM, nullptr, &now);
-    EXPECT_EQ(now.sa_handler, SIG_DFL) << "a second one ends the process";
+    for (int number : {SIGTERM, SIGINT}) {
+      struct sigaction now {};
+      sigaction(number, nullptr, &now);
+      EXPECT_EQ(now.sa_handler, SIG_DFL) << "a second one ends the process";
+    }
     EXPECT_THROW(StopSignal(), InvalidArgument);
   }
   struct sigaction after {};
