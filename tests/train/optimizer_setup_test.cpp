@@ -105,6 +105,57 @@ TEST(OptimizerSetup, table_folds_layers_that_are_alike) {
       "states on this rank                                                    1,047\n");
 }
 
+TEST(OptimizerSetup, choices_of_the_config_are_those_that_there_are) {
+  const auto choices = [](std::string_view key) {
+    const auto views = find_config_key(key)->choices;
+    return std::vector<std::string>(views.begin(), views.end());
+  };
+  EXPECT_EQ(choices("optimizer.newton_schulz"), optim::newton_schulz_names());
+  for (const std::string& scale : choices("optimizer.scale")) {
+    EXPECT_EQ(optim::to_string(optim::muon_scale(scale)), scale);
+  }
+  const auto kinds = optim::optimizer_kinds();
+  EXPECT_EQ(choices("optimizer.kind"), std::vector<std::string>(kinds.begin(), kinds.end()));
+}
+
+TEST(OptimizerSetup, settings_reach_each_optimizer) {
+  Config config = config_of("muon");
+  config.train.lr = 0.25;
+  config.optimizer.betas = {0.5, 0.75};
+  config.optimizer.eps = 1e-3;
+  config.optimizer.weight_decay = 0.5;
+  config.optimizer.moment_dtype = "bf16";
+  config.optimizer.tile_format = "dynamic";
+  config.optimizer.momentum_format = "bf16";
+  config.optimizer.momentum = 0.125;
+  config.optimizer.nesterov = false;
+  config.optimizer.scale = "original";
+  config.optimizer.newton_schulz = "you";
+  config.optimizer.replicas = "share";
+  config.optimizer.rules = {{.match = "x"}};
+  const optim::OptimizerSpec spec = optimizer_spec(config);
+  EXPECT_EQ(spec.kind, "muon");
+  EXPECT_EQ(spec.rules, config.optimizer.rules);
+  EXPECT_EQ(spec.lr, 0.25);
+  EXPECT_EQ(spec.adamw.beta1, 0.5);
+  EXPECT_EQ(spec.adamw.beta2, 0.75);
+  EXPECT_EQ(spec.adamw.eps, 1e-3);
+  EXPECT_EQ(spec.adamw.weight_decay, 0.5);
+  EXPECT_EQ(spec.adamw.moment_dtype, at::kBFloat16);
+  EXPECT_EQ(spec.adamw8bit.beta1, 0.5);
+  EXPECT_EQ(spec.adamw8bit.beta2, 0.75);
+  EXPECT_EQ(spec.adamw8bit.eps, 1e-3);
+  EXPECT_EQ(spec.adamw8bit.weight_decay, 0.5);
+  EXPECT_EQ(spec.adamw8bit.state_format, "dynamic");
+  EXPECT_EQ(spec.muon.weight_decay, 0.5);
+  EXPECT_EQ(spec.muon.momentum_format, "bf16");
+  EXPECT_EQ(spec.muon.math.momentum, 0.125);
+  EXPECT_FALSE(spec.muon.math.nesterov);
+  EXPECT_EQ(spec.muon.math.scale, optim::MuonScale::kOriginal);
+  EXPECT_EQ(spec.muon.math.newton_schulz.coefficients, "you");
+  EXPECT_EQ(spec.muon.movement.replicas, optim::MuonReplicas::kShare);
+}
+
 TEST(OptimizerSetup, default_rules_are_told) {
   EXPECT_NE(default_rules_text("muon").find("match '(^|\\.)(router|gate)\\.': kind adamw"), std::string::npos);
 }

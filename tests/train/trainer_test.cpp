@@ -224,6 +224,33 @@ TEST_F(Trainer, eight_bit_moments_train_alike_on_any_number_of_ranks_and_take_le
   EXPECT_EQ(one.summary["optimizer"], "adamw8bit");
 }
 
+TEST_F(Trainer, muon_trains_alike_on_any_number_of_ranks) {
+  config_.optimizer.kind = "muon";
+  config_.train.lr = 1e-2;
+  const Outcome one = run(1, config_);
+  for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-3, std::to_string(ranks) + " ranks");
+  Config config = shared_by(4);
+  config.parallel.replicate = 2;
+  config.optimizer.replicas = "share";
+  expect_equal(one, run(4, config), 2e-3, "2 x 2, shared");
+  config.optimizer.momentum_format = "bf16";
+  expect_equal(one, run(4, config), 1e-2, "bf16 momentum");
+}
+
+TEST_F(Trainer, muon_orthogonalises_experts_and_the_parts_of_fused_weights) {
+  config_.model.kind = "moe";
+  config_.model.feed_forward = 12;
+  config_.model.experts = 3;
+  config_.optimizer.kind = "muon";
+  config_.train.lr = 1e-2;
+  const Outcome whole = run(2, shared_by(2));
+  config_.optimizer.rules = {{.match = "gate_up_proj$", .splits = std::vector<Index>{12, 12}}};
+  const Outcome split = run(2, shared_by(2));
+  EXPECT_EQ(split.loss(0), whole.loss(0));
+  EXPECT_NE(split.loss(2), whole.loss(2));
+  expect_equal(split, run(4, shared_by(4)), 2e-3, "4 ranks");
+}
+
 TEST_F(Trainer, rules_deal_parameters_out) {
   config_.optimizer.rules = {
       {.match = "mlp", .kind = "adamw8bit", .state_format = "dynamic"}, {.match = "norm", .lr_scale = 0.0}};
