@@ -2,14 +2,10 @@
 // keeps what is to be encoded, the second encodes it, once the tiles' scales are known.
 #include "ragged/optim/adamw8bit_kernel.h"
 
-#include <algorithm>
-
 #include "ragged/optim/isa_targets.h"
 
 namespace ragged::optim {
 namespace {
-
-constexpr int kPanelTiles = kPanelColumns / kTileColumns;
 
 RAGGED_INLINE_KERNEL float load(float value) {
   return value;
@@ -18,13 +14,20 @@ RAGGED_INLINE_KERNEL float load(std::uint16_t bits) {
   return widen(bits);
 }
 
-// What lies between the passes. Magnitudes are compared as bits, which order like the numbers and vectorise everywhere;
-// a maximum a column, so that the lanes of a vector never meet.
+// What lies between the passes, and rows in the making. Each loop below is over one width of lanes: bytes are widened
+// and narrowed in loops of their own, and a tile's scale is repeated for each of its columns, which vectorises cleanly
+// where mixed widths don't. Magnitudes are compared as bits, which order like the numbers; a maximum a column, so that
+// the lanes of a vector never meet.
 struct Scratch {
   alignas(64) float first[kTileRows][kPanelColumns];
   alignas(64) float kept[kTileRows][kPanelColumns];
   alignas(64) std::int32_t first_largest[kPanelColumns];
   alignas(64) std::int32_t second_largest[kPanelColumns];
+  alignas(64) float first_by_column[kPanelColumns];  // scales, then factors
+  alignas(64) float second_by_column[kPanelColumns];
+  alignas(64) std::int32_t first_numbers[kPanelColumns];
+  alignas(64) std::int32_t second_numbers[kPanelColumns];
+  alignas(64) float grads[kPanelColumns];
 };
 
 struct Call {
@@ -33,21 +36,25 @@ struct Call {
   const TilePanel& panel;
 };
 
+RAGGED_INLINE_KERNEL void by_column(int columns, const float* by_tile, float* __restrict out) {
+  for (int c = 0; c < columns; ++c) out[c] = by_tile[c / kTileColumns];
+}
+
 template <class Codes, bool kGuards, class Grad, bool kImage>
 struct Kernel {
-  // One row of one tile. `width` is a constant at the call for all but the last tile of a matrix.
+  // One row. Returns how many gradients weren't finite.
   static RAGGED_INLINE_KERNEL std::int32_t advance(
-      const Codes codes, const AdamWStep s, const float grad_scale, const int width, const float first_scale,
-      const float second_scale, float* __restrict params, const Grad* __restrict grads, std::uint16_t* __restrict image,
-      const std::uint8_t* __restrict first_codes, const std::uint8_t* __restrict second_codes, float* __restrict first,
-      float* __restrict kept, std::int32_t* __restrict first_largest, std::int32_t* __restrict second_largest) {
+      const Codes codes, const AdamWStep s, const int columns, const std::int32_t* __restrict first_numbers,
+      const std::int32_t* __restrict second_numbers, const float* __restrict first_scales,
+      const float* __restrict second_scales, float* __restrict params, const float* __restrict grads,
+      float* __restrict first, float* __restrict kept, std::int32_t* __restrict first_largest,
+      std::int32_t* __restrict second_largest) {
     std::int32_t not_finite = 0;
-    for (int j = 0; j < width; ++j) {
+    for (int j = 0; j < columns; ++j) {
       const TileMoments old =
-          decode_moments<Codes, kGuards>(codes, first_codes[j], second_codes[j], first_scale, second_scale);
-      const TileElement next = step_element(codes, s, params[j], load(grads[j]) * grad_scale, old);
+          decode_numbers<Codes, kGuards>(codes, first_numbers[j], second_numbers[j], first_scales[j], second_scales[j]);
+      const TileElement next = step_element(codes, s, params[j], grads[j], old);
       params[j] = next.param;
-      if (kImage) image[j] = narrow(next.param);
       first[j] = next.first;
       kept[j] = next.kept;
       const auto first_size = static_cast<std::int32_t>(bits_of(next.first_size));
@@ -60,66 +67,81 @@ struct Kernel {
   }
 
   static RAGGED_INLINE_KERNEL void encode(
-      const Codes codes, const int width, const float first_factor, const float second_factor,
-      const float* __restrict first, const float* __restrict kept, std::uint8_t* __restrict first_codes,
-      std::uint8_t* __restrict second_codes) {
-    for (int j = 0; j < width; ++j) {
-      first_codes[j] = codes.encode_first(first[j], first_factor);
-      second_codes[j] = encode_second_guarded<Codes, kGuards>(codes, kept[j], second_factor);
+      const Codes codes, const int columns, const float* __restrict first_factors,
+      const float* __restrict second_factors, const float* __restrict first, const float* __restrict kept,
+      std::int32_t* __restrict first_numbers, std::int32_t* __restrict second_numbers) {
+    for (int j = 0; j < columns; ++j) {
+      first_numbers[j] = codes.encode_first(first[j], first_factors[j]);
+      second_numbers[j] = encode_second_guarded<Codes, kGuards>(codes, kept[j], second_factors[j]);
     }
   }
 
   static RAGGED_INLINE_KERNEL std::int64_t advance_all(const Codes codes, const Call& call, Scratch& scratch) {
     const TilePanel& p = call.panel;
-    const AdamWStep step = call.step;
+    const int columns = p.columns;
+    const float grad_scale = call.grad_scale;
+    by_column(columns, p.first_scales, scratch.first_by_column);
+    by_column(columns, p.second_scales, scratch.second_by_column);
     std::int64_t not_finite = 0;
     for (int r = 0; r < p.rows; ++r) {
-      for (int t = 0, c = 0; c < p.columns; ++t, c += kTileColumns) {
-        const std::int64_t at = r * p.stride + c;
-        const Grad* grads = static_cast<const Grad*>(p.grads) + at;
-        std::uint16_t* image = kImage ? p.image + at : nullptr;
-        const auto row = [&](int width) __attribute__((always_inline)) {
-          return advance(
-              codes, step, call.grad_scale, width, p.first_scales[t], p.second_scales[t], p.params + at, grads, image,
-              p.first_codes + at, p.second_codes + at, scratch.first[r] + c, scratch.kept[r] + c,
-              scratch.first_largest + c, scratch.second_largest + c);
-        };
-        not_finite += p.columns - c >= kTileColumns ? row(kTileColumns) : row(p.columns - c);
+      const std::int64_t at = r * p.stride;
+      const Grad* __restrict grads = static_cast<const Grad*>(p.grads) + at;
+      const std::uint8_t* __restrict first_codes = p.first_codes + at;
+      const std::uint8_t* __restrict second_codes = p.second_codes + at;
+      for (int j = 0; j < columns; ++j) scratch.first_numbers[j] = Codes::first_number(first_codes[j]);
+      for (int j = 0; j < columns; ++j) scratch.second_numbers[j] = Codes::second_number(second_codes[j]);
+      for (int j = 0; j < columns; ++j) scratch.grads[j] = load(grads[j]) * grad_scale;
+      not_finite += advance(
+          codes, call.step, columns, scratch.first_numbers, scratch.second_numbers, scratch.first_by_column,
+          scratch.second_by_column, p.params + at, scratch.grads, scratch.first[r], scratch.kept[r],
+          scratch.first_largest, scratch.second_largest);
+      if (kImage) {
+        const float* __restrict params = p.params + at;
+        std::uint16_t* __restrict image = p.image + at;
+        for (int j = 0; j < columns; ++j) image[j] = narrow(params[j]);
       }
     }
     return not_finite;
   }
 
-  static RAGGED_INLINE_KERNEL std::int64_t run(const Codes codes, const Call& call) {
+  static RAGGED_INLINE_KERNEL void encode_all(const Codes codes, const Call& call, Scratch& scratch) {
     const TilePanel& p = call.panel;
-    Scratch scratch;
-    for (int c = 0; c < p.columns; ++c) scratch.first_largest[c] = scratch.second_largest[c] = 0;
-    const std::int64_t not_finite = advance_all(codes, call, scratch);
-    float first_factors[kPanelTiles];
-    float second_factors[kPanelTiles];
-    for (int t = 0, c = 0; c < p.columns; ++t, c += kTileColumns) {
+    const int columns = p.columns;
+    for (int r = 0; r < p.rows; ++r) {
+      encode(
+          codes, columns, scratch.first_by_column, scratch.second_by_column, scratch.first[r], scratch.kept[r],
+          scratch.first_numbers, scratch.second_numbers);
+      std::uint8_t* __restrict first_codes = p.first_codes + r * p.stride;
+      std::uint8_t* __restrict second_codes = p.second_codes + r * p.stride;
+      for (int j = 0; j < columns; ++j) first_codes[j] = static_cast<std::uint8_t>(scratch.first_numbers[j]);
+      for (int j = 0; j < columns; ++j) second_codes[j] = static_cast<std::uint8_t>(scratch.second_numbers[j]);
+    }
+  }
+
+  static RAGGED_INLINE_KERNEL void scale_tiles(const Codes codes, const TilePanel& p, Scratch& scratch) {
+    for (int t = 0, begin = 0; begin < p.columns; ++t, begin += kTileColumns) {
+      const int end = begin + kTileColumns < p.columns ? begin + kTileColumns : p.columns;
       std::int32_t first = 0;
       std::int32_t second = 0;
-      for (int j = c; j < std::min(c + kTileColumns, p.columns); ++j) {
-        first = std::max(first, scratch.first_largest[j]);
-        second = std::max(second, scratch.second_largest[j]);
+      for (int j = begin; j < end; ++j) {
+        first = first > scratch.first_largest[j] ? first : scratch.first_largest[j];
+        second = second > scratch.second_largest[j] ? second : scratch.second_largest[j];
       }
       p.first_scales[t] = tile_scale(float_of(static_cast<std::uint32_t>(first)));
       p.second_scales[t] = tile_scale(float_of(static_cast<std::uint32_t>(second)));
-      first_factors[t] = codes.first_factor(p.first_scales[t]);
-      second_factors[t] = codes.second_factor(p.second_scales[t]);
+      const float first_factor = codes.first_factor(p.first_scales[t]);
+      const float second_factor = codes.second_factor(p.second_scales[t]);
+      for (int j = begin; j < end; ++j) scratch.first_by_column[j] = first_factor;
+      for (int j = begin; j < end; ++j) scratch.second_by_column[j] = second_factor;
     }
-    for (int r = 0; r < p.rows; ++r) {
-      for (int t = 0, c = 0; c < p.columns; ++t, c += kTileColumns) {
-        const std::int64_t at = r * p.stride + c;
-        const auto row = [&](int width) __attribute__((always_inline)) {
-          encode(
-              codes, width, first_factors[t], second_factors[t], scratch.first[r] + c, scratch.kept[r] + c,
-              p.first_codes + at, p.second_codes + at);
-        };
-        p.columns - c >= kTileColumns ? row(kTileColumns) : row(p.columns - c);
-      }
-    }
+  }
+
+  static RAGGED_INLINE_KERNEL std::int64_t run(const Codes codes, const Call& call) {
+    Scratch scratch;
+    for (int c = 0; c < call.panel.columns; ++c) scratch.first_largest[c] = scratch.second_largest[c] = 0;
+    const std::int64_t not_finite = advance_all(codes, call, scratch);
+    scale_tiles(codes, call.panel, scratch);
+    encode_all(codes, call, scratch);
     return not_finite;
   }
 

@@ -78,7 +78,7 @@ at::Tensor encode_first(const at::Tensor& values, const at::Tensor& scales, Tile
   if (format == TileFormat::kDynamic) {
     const DynamicTables& tables = dynamic_tables();
     const at::Tensor above = nearest(magnitude, tables.first_borders, 128);
-    const at::Tensor below = nearest(magnitude, tables.first_borders_negative, 127);
+    const at::Tensor below = nearest(magnitude, tables.first_borders + DynamicTables::kNegativeBorders, 127);
     return at::where(negative, below.neg().add_(127), above.add(127)).to(at::kByte);
   }
   const at::Tensor k = magnitude.sqrt_().mul_(127.0F).round_().clamp_max_(127.0F);

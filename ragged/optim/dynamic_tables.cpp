@@ -36,15 +36,13 @@ float border_between(float low, float high, bool tie_is_low) {
   return border;
 }
 
-template <std::size_t kSize>
-void fill_borders(const std::vector<float>& values, std::size_t count, bool tie_is_low, float (&borders)[kSize]) {
-  RAGGED_ASSERT(count <= kSize && count <= values.size(), "a map of {} entries", values.size());
-  std::fill(std::begin(borders), std::end(borders), std::numeric_limits<float>::infinity());
+// Between the first `count` values; none above the last.
+void fill_borders(const std::vector<float>& values, std::size_t count, bool tie_is_low, float* borders) {
   for (std::size_t k = 0; k + 1 < count; ++k) borders[k] = border_between(values[k], values[k + 1], tie_is_low);
 }
 
 // A cell's entry is that of its smallest magnitude, or one lower where a border is exactly there.
-void fill_cells(const std::vector<float>& values, std::uint8_t (&cells)[DynamicTables::kCells]) {
+void fill_cells(const std::vector<float>& values, std::int32_t (&cells)[DynamicTables::kCells]) {
   const auto start = [](int cell) {
     const auto bits = static_cast<std::uint32_t>(cell) << (23 - DynamicTables::kMantissaBits);
     return cell == 0 ? 0.0 : static_cast<double>(float_of(DynamicTables::kFirstBits + bits));
@@ -56,7 +54,7 @@ void fill_cells(const std::vector<float>& values, std::uint8_t (&cells)[DynamicT
   std::size_t k = 0;
   for (int cell = 0; cell < DynamicTables::kCells; ++cell) {
     while (middle(k) < start(cell)) ++k;
-    cells[cell] = static_cast<std::uint8_t>(k);
+    cells[cell] = static_cast<std::int32_t>(k);
     const bool last = cell + 1 == DynamicTables::kCells;
     RAGGED_ASSERT(last || middle(k + 1) >= start(cell + 1), "two borders in cell {} of a dynamic map", cell);
   }
@@ -73,8 +71,10 @@ DynamicTables make_tables() {
     if (k <= 127) tables.first[127 - k] = -first[k];
   }
   tables.first[127] = 0.0F;
+  std::fill(std::begin(tables.first_borders), std::end(tables.first_borders), std::numeric_limits<float>::infinity());
+  std::fill(std::begin(tables.second_borders), std::end(tables.second_borders), std::numeric_limits<float>::infinity());
   fill_borders(first, first.size(), true, tables.first_borders);
-  fill_borders(first, first.size() - 1, false, tables.first_borders_negative);
+  fill_borders(first, first.size() - 1, false, tables.first_borders + DynamicTables::kNegativeBorders);
   fill_borders(second, second.size(), true, tables.second_borders);
   fill_cells(first, tables.first_cells);
   fill_cells(second, tables.second_cells);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cfloat>
+#include <cstdint>
 
 #include "ragged/optim/adamw_math.h"
 
@@ -41,15 +42,19 @@ RAGGED_DEVICE std::int32_t round_half_even(float value) {
   return static_cast<std::int32_t>(bits_of(value + kShift)) - 0x4B400000;
 }
 
+/// Decodes and encodes *numbers*, codes as loops over 32-bit lanes like them: first_number() and second_number() of a
+/// stored byte, whose low byte is what is stored.
 struct PowerCodes {
   static constexpr TileFormat kFormat = TileFormat::kPower;
 
-  RAGGED_DEVICE float decode_first(std::uint8_t code, float scale) const {
-    const float k = static_cast<float>(static_cast<std::int8_t>(code)) * (1.0F / 127.0F);
+  RAGGED_DEVICE static std::int32_t first_number(std::uint8_t code) { return static_cast<std::int8_t>(code); }
+  RAGGED_DEVICE static std::int32_t second_number(std::uint8_t code) { return code; }
+  RAGGED_DEVICE float decode_first(std::int32_t number, float scale) const {
+    const float k = static_cast<float>(number) * (1.0F / 127.0F);
     return scale * (k * float_of(bits_of(k) & 0x7FFFFFFFU));
   }
-  RAGGED_DEVICE float decode_second(std::uint8_t code, float scale) const {
-    const float k = static_cast<float>(code) * (1.0F / 255.0F);
+  RAGGED_DEVICE float decode_second(std::int32_t number, float scale) const {
+    const float k = static_cast<float>(number) * (1.0F / 255.0F);
     const float square = k * k;
     return scale * (square * square);
   }
@@ -60,15 +65,16 @@ struct PowerCodes {
   RAGGED_DEVICE float second_factor(float scale) const { return scale > 0.0F ? 1.0F / square_root(scale) : 0.0F; }
   RAGGED_DEVICE float first_factor(float scale) const { return scale > 0.0F ? 1.0F / scale : 0.0F; }
 
-  RAGGED_DEVICE std::uint8_t encode_first(float value, float factor) const {
+  RAGGED_DEVICE std::int32_t encode_first(float value, float factor) const {
     const float magnitude = float_of(bits_of(value) & 0x7FFFFFFFU);
     const std::int32_t rounded = round_half_even(square_root(magnitude * factor) * 127.0F);
     const std::int32_t k = rounded < 127 ? rounded : 127;
-    return static_cast<std::uint8_t>(bits_of(value) >> 31 ? -k : k);
+    const std::int32_t sign = static_cast<std::int32_t>(bits_of(value)) >> 31;  // all ones or none
+    return (k ^ sign) - sign;
   }
-  RAGGED_DEVICE std::uint8_t encode_second(float kept, float factor) const {
+  RAGGED_DEVICE std::int32_t encode_second(float kept, float factor) const {
     const std::int32_t rounded = round_half_even(square_root(kept * factor) * 255.0F);
-    return static_cast<std::uint8_t>(rounded < 255 ? rounded : 255);
+    return rounded < 255 ? rounded : 255;
   }
 };
 
@@ -80,43 +86,48 @@ struct DynamicTables {
   static constexpr int kMantissaBits = 7;
   static constexpr int kCells = (kExponents << kMantissaBits) + 1;
   static constexpr std::uint32_t kFirstBits = (127U - kExponents) << 23;
+  static constexpr int kNegativeBorders = 130;
 
   float first[256];   // ascending; entry 127 is 0
   float second[256];  // ascending; entry 0 is 0
   // By magnitude: the entry below a cell's border, counted from zero, and the largest float that still belongs to it.
-  std::uint8_t first_cells[kCells];
-  std::uint8_t second_cells[kCells];
-  float first_borders[130];           // above entry k of the positive half; where it ties, the lower index is nearer 0
-  float first_borders_negative[130];  // the same below zero: there the lower index is farther from 0
-  float second_borders[257];
+  std::int32_t first_cells[kCells];  // as wide as what is looked up with them: vectors gather such
+  std::int32_t second_cells[kCells];
+  // Above entry k of the positive half, where the lower index is nearer 0; then the same of the negative half, where it
+  // is farther from 0.
+  float first_borders[2 * kNegativeBorders];
+  float second_borders[256];
 };
 /// Built once; for the life of the process.
 const DynamicTables& dynamic_tables();
 
+/// As PowerCodes.
 struct DynamicCodes {
   static constexpr TileFormat kFormat = TileFormat::kDynamic;
   const DynamicTables* tables;
 
-  RAGGED_DEVICE float decode_first(std::uint8_t code, float scale) const { return tables->first[code] * scale; }
-  RAGGED_DEVICE float decode_second(std::uint8_t code, float scale) const { return tables->second[code] * scale; }
+  RAGGED_DEVICE static std::int32_t first_number(std::uint8_t code) { return code; }
+  RAGGED_DEVICE static std::int32_t second_number(std::uint8_t code) { return code; }
+  RAGGED_DEVICE float decode_first(std::int32_t number, float scale) const { return tables->first[number] * scale; }
+  RAGGED_DEVICE float decode_second(std::int32_t number, float scale) const { return tables->second[number] * scale; }
 
   RAGGED_DEVICE float kept(float exp_avg_sq, float /*root*/) const { return exp_avg_sq; }
   RAGGED_DEVICE float second_factor(float scale) const { return scale > 0.0F ? 1.0F / scale : 0.0F; }
   RAGGED_DEVICE float first_factor(float scale) const { return scale > 0.0F ? 1.0F / scale : 0.0F; }
 
-  RAGGED_DEVICE std::uint8_t encode_first(float value, float factor) const {
+  RAGGED_DEVICE std::int32_t encode_first(float value, float factor) const {
     const float magnitude = float_of(bits_of(value) & 0x7FFFFFFFU) * factor;
-    const bool negative = (bits_of(value) >> 31) != 0;
-    std::int32_t k = tables->first_cells[cell(magnitude)];
-    k += magnitude > (negative ? tables->first_borders_negative[k] : tables->first_borders[k]) ? 1 : 0;
-    // The negative half has one entry less: there is no -1.
-    return static_cast<std::uint8_t>(negative ? 127 - (k < 127 ? k : 127) : 127 + k);
+    const std::int32_t negative = static_cast<std::int32_t>(bits_of(value) >> 31);
+    const std::int32_t below = tables->first_cells[cell(magnitude)];
+    // The negative half has one entry less, there is no -1, and borders of its own.
+    const std::int32_t k =
+        below + (magnitude > tables->first_borders[below + negative * DynamicTables::kNegativeBorders] ? 1 : 0);
+    return negative ? 127 - (k < 127 ? k : 127) : 127 + k;
   }
-  RAGGED_DEVICE std::uint8_t encode_second(float kept, float factor) const {
+  RAGGED_DEVICE std::int32_t encode_second(float kept, float factor) const {
     const float magnitude = kept * factor;
-    std::int32_t k = tables->second_cells[cell(magnitude)];
-    k += magnitude > tables->second_borders[k] ? 1 : 0;
-    return static_cast<std::uint8_t>(k);
+    const std::int32_t below = tables->second_cells[cell(magnitude)];
+    return below + (magnitude > tables->second_borders[below] ? 1 : 0);
   }
 
   /// Of a magnitude in [0, 1], a rounding above 1 included.
@@ -134,12 +145,20 @@ struct TileMoments {
   float second;
 };
 
+/// Of codes as numbers: Codes::first_number and second_number of the stored bytes.
 template <class Codes, bool kGuards>
 RAGGED_DEVICE TileMoments
-decode_moments(const Codes& codes, std::uint8_t first, std::uint8_t second, float first_scale, float second_scale) {
+decode_numbers(const Codes& codes, std::int32_t first, std::int32_t second, float first_scale, float second_scale) {
   TileMoments moments{codes.decode_first(first, first_scale), codes.decode_second(second, second_scale)};
   if (kGuards) moments.first = moments.second > 0.0F ? moments.first : 0.0F;
   return moments;
+}
+/// Of the stored bytes.
+template <class Codes, bool kGuards>
+RAGGED_DEVICE TileMoments
+decode_moments(const Codes& codes, std::uint8_t first, std::uint8_t second, float first_scale, float second_scale) {
+  return decode_numbers<Codes, kGuards>(
+      codes, Codes::first_number(first), Codes::second_number(second), first_scale, second_scale);
 }
 
 /// One step of one element up to encoding. A gradient that isn't finite reaches the parameter and nothing else: the
@@ -169,11 +188,12 @@ step_element(const Codes& codes, const AdamWStep& step, float param, float grad,
   return element;
 }
 
+/// The second moment's code. Stored, a code is the low byte of its number.
 template <class Codes, bool kGuards>
-RAGGED_DEVICE std::uint8_t encode_second_guarded(const Codes& codes, float kept, float factor) {
-  const std::uint8_t code = codes.encode_second(kept, factor);
+RAGGED_DEVICE std::int32_t encode_second_guarded(const Codes& codes, float kept, float factor) {
+  const std::int32_t code = codes.encode_second(kept, factor);
   if (!kGuards) return code;
-  const std::uint8_t least = kept > 0.0F && factor > 0.0F ? 1 : 0;
+  const std::int32_t least = kept > 0.0F && factor > 0.0F ? 1 : 0;
   return code > least ? code : least;
 }
 

@@ -116,8 +116,8 @@ TEST(PowerCodes, encodes_the_sample) {
   const std::array<float, 8> decoded{0.5020344F, 1.25F,      0.001010702F, 3.831372e-7F,
                                      0.0F,       0.9972808F, 0.02956305F,  0.7052099F};
   for (std::size_t i = 0; i < 8; ++i) {
-    EXPECT_EQ(static_cast<std::int8_t>(codes.encode_first(kSample[i], codes.first_factor(kLargest))), first[i]) << i;
-    const std::uint8_t code = codes.encode_second(std::sqrt(std::fabs(kSample[i])), codes.second_factor(kLargest));
+    EXPECT_EQ(codes.encode_first(kSample[i], codes.first_factor(kLargest)), first[i]) << i;
+    const std::int32_t code = codes.encode_second(std::sqrt(std::fabs(kSample[i])), codes.second_factor(kLargest));
     EXPECT_EQ(code, second[i]) << i;
     EXPECT_NEAR(codes.decode_second(code, kLargest), decoded[i], 5e-7F * decoded[i]) << i;
   }
@@ -134,15 +134,15 @@ TEST(PowerCodes, come_back_from_decoding_with_the_same_bytes_and_scale) {
   }
   for (const float scale : scales) {
     for (int k = -127; k <= 127; ++k) {
-      const float value = codes.decode_first(static_cast<std::uint8_t>(k), scale);
+      const float value = codes.decode_first(k, scale);
       ASSERT_LE(std::fabs(value), scale);
-      ASSERT_EQ(codes.encode_first(value, codes.first_factor(scale)), static_cast<std::uint8_t>(k)) << scale;
+      ASSERT_EQ(codes.encode_first(value, codes.first_factor(scale)), k) << scale;
     }
     EXPECT_EQ(codes.decode_first(127, scale), scale);
     EXPECT_EQ(codes.decode_second(255, scale), scale);
     if (scale < 1e-28F) continue;  // the small codes of a second moment this small are no normal numbers
     for (int k = 0; k <= 255; ++k) {
-      const float value = codes.decode_second(static_cast<std::uint8_t>(k), scale);
+      const float value = codes.decode_second(k, scale);
       ASSERT_EQ(codes.encode_second(std::sqrt(value), codes.second_factor(scale)), k) << scale;
     }
   }
@@ -165,6 +165,20 @@ TEST(TileCodes, a_guarded_first_moment_is_zero_where_the_second_is) {
   EXPECT_EQ(guarded.first, 0.0F);
   EXPECT_GT((optim::decode_moments<PowerCodes, false>({}, 100, 0, 1.0F, 1.0F)).first, 0.5F);
   EXPECT_GT((optim::decode_moments<PowerCodes, true>({}, 100, 1, 1.0F, 1.0F)).first, 0.5F);
+}
+
+TEST(TileCodes, numbers_come_back_from_their_bytes) {
+  for (int k = -127; k <= 127; ++k) {
+    EXPECT_EQ(PowerCodes::first_number(static_cast<std::uint8_t>(k)), k);
+    EXPECT_EQ(
+        (optim::decode_moments<PowerCodes, false>({}, static_cast<std::uint8_t>(k), 9, 2.0F, 2.0F)).first,
+        PowerCodes{}.decode_first(k, 2.0F));
+  }
+  for (int k = 0; k <= 255; ++k) {
+    EXPECT_EQ(PowerCodes::second_number(static_cast<std::uint8_t>(k)), k);
+    EXPECT_EQ(DynamicCodes::first_number(static_cast<std::uint8_t>(k)), k);
+    EXPECT_EQ(DynamicCodes::second_number(static_cast<std::uint8_t>(k)), k);
+  }
 }
 
 TEST(TileCodes, zero_is_a_code_of_every_moment) {
