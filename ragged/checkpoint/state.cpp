@@ -62,8 +62,15 @@ std::vector<Item> optimizer_items(
     const std::vector<buffer::ShardedTensor>& states, const std::map<std::string, std::string>& formats) {
   std::vector<Item> items;
   for (const buffer::ShardedTensor& tensor : states) {
-    const auto found = formats.find(tensor.name.substr(0, tensor.name.rfind('.')));
-    std::string format = found == formats.end() ? "" : found->second;
+    // States of one parameter may have names of several parts: "<parameter>.exp_avg.codes".
+    std::string format;
+    for (std::size_t dot = tensor.name.rfind('.'); dot != std::string::npos && dot > 0;
+         dot = tensor.name.rfind('.', dot - 1)) {
+      const auto found = formats.find(tensor.name.substr(0, dot));
+      if (found == formats.end()) continue;
+      format = found->second;
+      break;
+    }
     if (format == "fp32" || format == "bf16") format.clear();
     items.push_back({.tensor = tensor, .name = "state." + tensor.name, .format = std::move(format)});
   }
