@@ -1,5 +1,5 @@
-// The training loop of `ragged train`: a sharded Llama on text. Reads top to bottom; what it calls is in the files
-// beside it.
+// The training loop of `ragged train`: a sharded language model on text. Reads top to bottom; what it calls is in the
+// files beside it.
 #pragma once
 
 #include <functional>

@@ -201,12 +201,18 @@ TEST_F(Trainer, steps_that_are_not_finite_are_skipped_and_counted_where_asked) {
   config_.train.lr = 1e30;  // the first step ruins the model
   config_.train.steps = 4;
   config_.train.nonfinite = "skip";
-  const Outcome result = run(2, config_);
-  EXPECT_EQ(result.summary["skipped_steps"], 3);
-  std::vector<int> skipped;
-  for (const Json& step : result.steps) skipped.push_back(step["skipped"]);
-  EXPECT_EQ(skipped, (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_TRUE(result.steps.back()["grad_norm"].is_null());
+  for (const std::string_view kind : optim::optimizer_kinds()) {
+    SCOPED_TRACE(kind);
+    config_.optimizer.kind = kind;
+    const Outcome result = run(2, config_);
+    EXPECT_EQ(result.summary["skipped_steps"], 3);
+    std::vector<int> skipped;
+    for (const Json& step : result.steps) skipped.push_back(step["skipped"]);
+    EXPECT_EQ(skipped, (std::vector<int>{0, 1, 2, 3}));
+    EXPECT_TRUE(result.steps.back()["grad_norm"].is_null());
+    // Nothing changed after the first step.
+    EXPECT_EQ(result.steps[0]["val_loss"], result.summary["val_loss"]);
+  }
 }
 
 TEST_F(Trainer, eight_bit_moments_train_alike_on_any_number_of_ranks_and_take_less_memory) {
