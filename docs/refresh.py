@@ -12,6 +12,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+
+import loss_curves as kept_curves
 
 HERE = pathlib.Path(__file__).resolve().parent
 BLOCK = re.compile(r"(<!-- refresh: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -180,6 +183,25 @@ def sensitivity(ragged):
         file.unlink()
         rows.append(cells)
     return table(["assumption", "gpt-oss-120b", "", "qwen3-235b", "", "deepseek-v3", ""], rows)
+
+
+def optimizer_table(ragged, config, *flags):
+    """What `ragged train` says of optimizers before it trains; for one step on one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = ragged.text(
+            "train", HERE.parent / "configs" / config, *flags, "--train.steps=1", "--train.batch=1",
+            "--train.sequence=32", "--eval.sequences=1", "--eval.sample_bytes=0", f"--run.dir={folder}")
+    said = re.search(r"(?:default rules of|parameter  ).*states on this rank[^\n]*\n", text, re.DOTALL)[0]
+    return f"```text\n$ ragged train {' '.join((f'configs/{config}', *flags))}\n...\n{said}...\n```\n"
+
+
+def loss_curves(ragged, figure):
+    """Runs that loss_curves.py kept; nothing is trained here."""
+    name = f"loss-curves-{figure}.svg"
+    write(HERE / "figures" / name, kept_curves.draw(kept_curves.kept_runs(figure), kept_curves.TITLES[figure]))
+    header, rows = kept_curves.rows(figure)
+    return (f"![loss curves](figures/{name})\n\n{table(header, rows)}\n"
+            f"({kept_curves.kept_machine()}; `python3 docs/loss_curves.py`)\n")
 
 
 # --- pages ---
