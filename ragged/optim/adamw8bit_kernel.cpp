@@ -36,6 +36,15 @@ struct Call {
   const TilePanel& panel;
 };
 
+// A row of the next panel in the strip. Rows of a panel are too short, and too far apart, for the hardware to see it
+// coming. Past the end of the matrix this asks for memory that nobody needs, or that isn't there, which is allowed.
+template <class T>
+RAGGED_INLINE_KERNEL void prefetch(const T* row, int columns) {
+  constexpr int kLine = 64;
+  const char* next = reinterpret_cast<const char*>(row + columns);
+  for (int byte = 0; byte < columns * static_cast<int>(sizeof(T)); byte += kLine) __builtin_prefetch(next + byte);
+}
+
 RAGGED_INLINE_KERNEL void by_column(int columns, const float* by_tile, float* __restrict out) {
   for (int c = 0; c < columns; ++c) out[c] = by_tile[c / kTileColumns];
 }
@@ -88,6 +97,11 @@ struct Kernel {
       const Grad* __restrict grads = static_cast<const Grad*>(p.grads) + at;
       const std::uint8_t* __restrict first_codes = p.first_codes + at;
       const std::uint8_t* __restrict second_codes = p.second_codes + at;
+      prefetch(p.params + at, columns);
+      prefetch(grads, columns);
+      prefetch(first_codes, columns);
+      prefetch(second_codes, columns);
+      if (kImage) prefetch(p.image + at, columns);
       for (int j = 0; j < columns; ++j) scratch.first_numbers[j] = Codes::first_number(first_codes[j]);
       for (int j = 0; j < columns; ++j) scratch.second_numbers[j] = Codes::second_number(second_codes[j]);
       for (int j = 0; j < columns; ++j) scratch.grads[j] = load(grads[j]) * grad_scale;

@@ -24,7 +24,8 @@ struct TilePanel {
   int columns = 0;
   bool grads_are_bf16 = false;
 };
-inline constexpr int kPanelColumns = 256;
+/// Small enough that what is kept of a panel between the passes stays in the first-level cache.
+inline constexpr int kPanelColumns = 128;
 
 /// How moments are stored. `guards`: the second and third of [Note: tile codes].
 struct TileOptions {
