@@ -103,6 +103,7 @@ checkpoint::State RunCheckpoints::state(const RunProgress& progress) const {
   state.facts.texts["tokenizer"] = "bytes";
   state.facts.integers["step"] = progress.step;
   state.facts.integers["seed"] = config_.train.seed;
+  state.facts.integers["skipped"] = progress.skipped;
   // Batches are a function of seed and step: that is the position in the data, and the text must be the same.
   state.facts.integers["text_fingerprint"] = static_cast<std::int64_t>(text_fingerprint_);
   state.facts.numbers["lr"] = optimizer_.lr();
@@ -158,7 +159,10 @@ std::optional<Resumed> RunCheckpoints::resume() {
   root_->mark_parameters_changed();
   if (report.rank_texts.contains(kGenerator)) set_generator_state(report.rank_texts.at(kGenerator));
   resumed.progress = {
-      .step = report.step, .initial_val_loss = number("initial_val_loss"), .seconds = number("seconds")};
+      .step = report.step,
+      .initial_val_loss = number("initial_val_loss"),
+      .seconds = number("seconds"),
+      .skipped = integer("skipped")};
 
   resumed.notes.push_back(fmt::format(
       "resumed from {}: step {}, saved by {} rank{}; {} read in {:.2f} s", folder->string(), report.step,

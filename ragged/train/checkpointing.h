@@ -23,6 +23,7 @@ struct RunProgress {
   Index step = 0;  // taken
   double initial_val_loss = 0.0;
   double seconds = 0.0;
+  Index skipped = 0;  // see StepMetrics::skipped
 };
 
 struct Resumed {

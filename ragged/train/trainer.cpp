@@ -174,6 +174,7 @@ RunSummary Training::run() {
   // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
   const std::optional<Resumed> resumed = checkpoints_->resume();
   if (resumed) progress_ = resumed->progress;
+  metrics_.skipped = progress_.skipped;
   introduce(resumed);
   if (progress_.step >= steps_) {
     report_->say(fmt::format("nothing left to do: train.steps is {}", steps_));
@@ -263,6 +264,7 @@ void Training::report(const StepMeter& meter) {
   const double seconds = meter.seconds();
   progress_.step = metrics_.step;
   progress_.seconds += seconds;
+  progress_.skipped = metrics_.skipped;
   measured_ = meter.bytes();
   metrics_.step_ms = 1000.0 * seconds;
   metrics_.tokens_per_s =
@@ -281,7 +283,8 @@ bool Training::save(const StepFlags& agreed, int signal) {
   if (agreed.stop == 0.0 || progress_.step == steps_) return true;
   const std::string name = signal != 0 ? signal_name(signal) : "a signal on another rank";
   report_->say(fmt::format(
-      "stopped by {} after step {} of {}; --checkpoint.resume=auto goes on from here", name, progress_.step, steps_));
+      "stopped by {} after step {} of {}{}", name, progress_.step, steps_,
+      checkpoints_->saves() ? "; --checkpoint.resume=auto goes on from here" : ""));
   return false;
 }
 
