@@ -36,13 +36,17 @@ struct Call {
   const TilePanel& panel;
 };
 
-// A row of the next panel in the strip. Rows of a panel are too short, and too far apart, for the hardware to see it
-// coming. Past the end of the matrix this asks for memory that nobody needs, or that isn't there, which is allowed.
-template <class T>
-RAGGED_INLINE_KERNEL void prefetch(const T* row, int columns) {
-  constexpr int kLine = 64;
-  const char* next = reinterpret_cast<const char*>(row + columns);
-  for (int byte = 0; byte < columns * static_cast<int>(sizeof(T)); byte += kLine) __builtin_prefetch(next + byte);
+// The same row of the panel after next, of two arrays of one width in turn. Rows of a panel are too short, and too far
+// apart, for the hardware to see them coming. Past the end of the matrix this asks for memory that nobody needs, or
+// that isn't there, which is allowed.
+template <class T, class U>
+RAGGED_INLINE_KERNEL void prefetch(const T* one, const U* other, int columns) {
+  constexpr int kAhead = 2 * kPanelColumns;
+  constexpr int kStep = 64 / static_cast<int>(sizeof(T));
+  for (int j = 0; j < columns; j += kStep) {
+    __builtin_prefetch(one + kAhead + j);
+    __builtin_prefetch(other + kAhead + j);
+  }
 }
 
 RAGGED_INLINE_KERNEL void by_column(int columns, const float* by_tile, float* __restrict out) {
@@ -97,11 +101,9 @@ struct Kernel {
       const Grad* __restrict grads = static_cast<const Grad*>(p.grads) + at;
       const std::uint8_t* __restrict first_codes = p.first_codes + at;
       const std::uint8_t* __restrict second_codes = p.second_codes + at;
-      prefetch(p.params + at, columns);
-      prefetch(grads, columns);
-      prefetch(first_codes, columns);
-      prefetch(second_codes, columns);
-      if (kImage) prefetch(p.image + at, columns);
+      prefetch(p.params + at, grads, columns);
+      prefetch(first_codes, second_codes, columns);
+      if (kImage) prefetch(p.image + at, p.image + at, columns);
       for (int j = 0; j < columns; ++j) scratch.first_numbers[j] = Codes::first_number(first_codes[j]);
       for (int j = 0; j < columns; ++j) scratch.second_numbers[j] = Codes::second_number(second_codes[j]);
       for (int j = 0; j < columns; ++j) scratch.grads[j] = load(grads[j]) * grad_scale;

@@ -25,7 +25,7 @@ struct TilePanel {
   bool grads_are_bf16 = false;
 };
 /// Small enough that what is kept of a panel between the passes stays in the first-level cache.
-inline constexpr int kPanelColumns = 128;
+inline constexpr int kPanelColumns = 64;
 
 /// How moments are stored. `guards`: the second and third of [Note: tile codes].
 struct TileOptions {

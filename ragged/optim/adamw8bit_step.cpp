@@ -14,7 +14,7 @@
 namespace ragged::optim {
 namespace {
 
-constexpr Index kGrain = 8;  // panels a thread at least: 32k elements
+constexpr Index kGrain = 16;  // panels a thread at least: 32k elements
 
 void check(const AdamW8bitPiece& p) {
   const auto fits = [&p](const at::Tensor& t, Index numel) {

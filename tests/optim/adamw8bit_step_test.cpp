@@ -155,7 +155,7 @@ TEST(AdamW8bitStep, equals_the_slow_twin_bit_for_bit) {
 
 TEST(AdamW8bitStep, gives_the_same_bits_with_every_instruction_set) {
   for (const TileOptions& options : kAllOptions) {
-    for (const int columns : {32, 128, 61}) {
+    for (const int columns : {32, 64, 61}) {
       Subject expected({32, columns}, normal(32 * columns, 1), options);
       const Index numel = expected.piece.geometry.numel;
       for (const bool bf16 : {false, true}) {
