@@ -2,6 +2,8 @@
 #   static library ragged_NAME, alias ragged::NAME; TORCH layers see the wheel and reuse the precompiled header.
 # ragged_add_test(NAME LABEL unit|tensor|ranks|procs [TORCH] SOURCES ... [DEPENDS ...] [LINK ...] [TIMEOUT s])
 #   one gtest binary, registered once with ctest: starting a process that loads torch costs 0.4 s.
+# ragged_use_threads(NAME file.cpp ...)
+#   files of a layer whose at::parallel_for is to run on threads: without OpenMP's flag torch's headers make it a loop.
 
 add_library(ragged_flags INTERFACE)
 target_compile_options(ragged_flags INTERFACE -Wall -Wextra -Wshadow -Wconversion -Wnon-virtual-dtor)
@@ -63,6 +65,19 @@ function(ragged_add_layer name)
   if(A_TORCH)
     _ragged_use_torch(ragged_${name})
   endif()
+endfunction()
+
+function(ragged_use_threads name)
+  # The runtime must be the one that torch has loaded, or at::set_num_threads speaks to another.
+  file(GLOB gomp ${TORCH_WHEEL}/lib/libgomp*.so*)
+  if(NOT gomp)
+    message(STATUS "no libgomp beside torch: kernels of ${name} run on one thread")
+    return()
+  endif()
+  list(GET gomp 0 gomp)
+  set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -fopenmp)
+  set_property(SOURCE ${ARGN} PROPERTY SKIP_PRECOMPILE_HEADERS ON)
+  target_link_libraries(ragged_${name} PUBLIC ${gomp})
 endfunction()
 
 function(ragged_add_test name)

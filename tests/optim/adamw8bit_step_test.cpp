@@ -2,6 +2,7 @@
 #include "ragged/optim/adamw8bit_step.h"
 
 #include <cmath>
+#include <filesystem>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -223,6 +224,23 @@ TEST(AdamW8bitStep, does_not_depend_on_threads_or_on_what_else_is_in_the_list) {
       expect_same(runs[0][i], runs[2][i]);
     }
   }
+}
+
+// Threads of this process. A pool that is asked for more than ever before starts some.
+std::size_t threads_now() {
+  std::size_t count = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) count += task.exists() ? 1 : 0;
+  return count;
+}
+
+TEST(AdamW8bitStep, runs_on_torchs_threads) {
+  Subject subject({1024, 1024}, normal(1 << 20, 1), {});
+  const at::Tensor grad = normal(1 << 20, 2);
+  at::set_num_threads(5);
+  const std::size_t before = threads_now();
+  subject.step(grad, 1);
+  EXPECT_GT(threads_now(), before);
+  at::set_num_threads(1);
 }
 
 // Cut at any strip, each part by itself: the same tiles.

@@ -2,6 +2,7 @@
 #include "ragged/optim/adamw_step.h"
 
 #include <cmath>
+#include <filesystem>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -178,6 +179,23 @@ TEST(AdamWStep, joins_neighbours_without_a_trace) {
       for (const bool images : {false, true}) expect_same(run(true, reversed, images), expected);
     }
   }
+  at::set_num_threads(1);
+}
+
+// Threads of this process. A pool that is asked for more than ever before starts some.
+std::size_t threads_now() {
+  std::size_t count = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) count += task.exists() ? 1 : 0;
+  return count;
+}
+
+TEST(AdamWStep, runs_on_torchs_threads) {
+  Subject subject(normal(1 << 20, 1));
+  const at::Tensor grad = normal(1 << 20, 2);
+  at::set_num_threads(5);
+  const std::size_t before = threads_now();
+  subject.step(grad, 1);
+  EXPECT_GT(threads_now(), before);
   at::set_num_threads(1);
 }
 
