@@ -29,7 +29,8 @@ struct AdamW8bitPiece {
 /// Steps all pieces with gradients times scale.grad; with scale.skip it does nothing and returns 0. Returns how many
 /// gradient elements (after scaling) weren't finite: such an element makes its parameter NaN, and leaves its moments
 /// and all scales as if it hadn't come. A tile's bits depend on its own inputs alone: not on threads, instruction sets
-/// or what else is in the list. Other devices and dtypes go through ATen, an operation at a time (adamw_aten.h). Throws InvalidArgument on tensors that don't fit.
+/// or what else is in the list. Other devices and dtypes go through ATen, an operation at a time (adamw_aten.h). Throws
+/// InvalidArgument on tensors that don't fit.
 std::int64_t adamw8bit_step(
     std::span<const AdamW8bitPiece> pieces, const StepScale& scale = {}, const TileOptions& options = {});
 
