@@ -15,16 +15,6 @@ std::vector<layout::Interval> intervals_of(const Intervals& pairs) {
   return intervals;
 }
 
-std::vector<layout::Interval> ranges_of(const std::vector<Index>& splits) {
-  std::vector<layout::Interval> ranges;
-  Index begin = 0;
-  for (const Index rows : splits) {
-    ranges.push_back({begin, begin + rows});
-    begin += rows;
-  }
-  return ranges;
-}
-
 std::vector<optim::MuonParam> params_of(
     const std::vector<std::string>& names, const std::vector<std::vector<Index>>& shapes,
     const std::vector<Intervals>& held, const std::vector<Index>& splits, const std::vector<int>& buckets,
@@ -35,7 +25,7 @@ std::vector<optim::MuonParam> params_of(
         {.name = names[i],
          .shape = shapes[i],
          .held = intervals_of(held[i]),
-         .row_ranges = ranges_of(splits),
+         .row_ranges = optim::ranges_of_rows(splits),
          .bucket = buckets[i],
          .flatten_rest = flatten});
   }

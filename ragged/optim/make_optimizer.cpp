@@ -24,17 +24,6 @@ ParamPolicy policy_of(std::string_view kind, std::shared_ptr<const Choices> choi
   };
 }
 
-// The row counts of a rule as ranges of rows.
-std::vector<layout::Interval> ranges_of(const std::vector<Index>& splits) {
-  std::vector<layout::Interval> ranges;
-  Index begin = 0;
-  for (const Index rows : splits) {
-    ranges.push_back({begin, begin + rows});
-    begin += rows;
-  }
-  return ranges;
-}
-
 std::unique_ptr<Optimizer> make_part(
     std::string_view kind, const std::shared_ptr<fsdp::Unit>& root, const OptimizerSpec& spec,
     const std::shared_ptr<const Choices>& choices) {
@@ -48,7 +37,7 @@ std::unique_ptr<Optimizer> make_part(
   if (kind == "muon") {
     MuonOptions options = prepared(spec.muon);
     options.row_ranges = [choices](const buffer::ShardedTensor& parameter) {
-      return ranges_of(choices->at(parameter.name).splits);
+      return ranges_of_rows(choices->at(parameter.name).splits);
     };
     return std::make_unique<Muon>(root, std::move(options));
   }

@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 
 #include "ragged/base/error.h"
+#include "ragged/comm/same_value.h"
 #include "ragged/optim/matrix_exchange.h"
 #include "ragged/optim/muon_passes.h"
 #include "ragged/plan/matrix_roots.h"
@@ -78,14 +79,10 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 
 void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
   if (group.size() == 1) return;
-  const auto value = static_cast<std::int64_t>(hash >> 2);  // its negative must fit
-  const at::Tensor extremes = at::tensor({value, -value}, at::kLong).to(group.device());
-  group.all_reduce_max(extremes, "muon plan").wait();
   RAGGED_CHECK(
-      extremes[0].item<std::int64_t>() == -extremes[1].item<std::int64_t>(),
+      comm::is_same_on_all(group, hash, "muon plan"),
       "[muon] Expected the same plan on all ranks of the {} group, but they differ (rank {} of {}). Give every rank "
-      "the same parameters "
-      "and options, in the same order.",
+      "the same parameters and options, in the same order.",
       whose, group.rank(), group.size());
 }
 
@@ -108,6 +105,16 @@ double muon_scale_factor(MuonScale scale, Index rows, Index cols) {
   return scale == MuonScale::kOriginal ? std::sqrt(std::max(1.0, m / n)) : 0.2 * std::sqrt(std::max(m, n));
 }
 
+std::vector<Interval> ranges_of_rows(std::span<const Index> counts) {
+  std::vector<Interval> ranges;
+  Index begin = 0;
+  for (const Index rows : counts) {
+    ranges.push_back({begin, begin + rows});
+    begin += rows;
+  }
+  return ranges;
+}
+
 struct MuonPlan::Impl {
   // A matrix of a bucket, and this rank's piece of it.
   struct Member {
@@ -126,12 +133,11 @@ struct MuonPlan::Impl {
   // A bucket on its way.
   struct Flight {
     const Bucket* bucket = nullptr;
-    at::Tensor held;                // pieces of cut matrices: directions, later updates
-    at::Tensor rooted;              // cut matrices of this root
-    at::Tensor returned;            // what comes back
-    std::vector<at::Tensor> local;  // by member: the whole matrix where this rank holds all of it
-    comm::Work work;
-    at::Tensor shared_send, shared;
+    at::Tensor held{};                // pieces of cut matrices: directions, later updates
+    at::Tensor rooted{};              // cut matrices of this root
+    at::Tensor returned{};            // what comes back
+    std::vector<at::Tensor> local{};  // by member: the whole matrix where this rank holds all of it
+    comm::Work work{};
   };
 
   std::vector<MuonParam> params;
@@ -154,7 +160,7 @@ struct MuonPlan::Impl {
   Flight pack(const Bucket& bucket, std::span<const MuonPiece> pieces, double grad_scale) const;
   void compute(Flight& flight) const;
   void finish(Flight& flight, std::span<const MuonPiece> pieces) const;
-  void exchange_replicas(Flight& flight) const;
+  at::Tensor exchange_replicas(const Flight& flight) const;
   at::Tensor orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const;
 };
 
@@ -305,8 +311,9 @@ void MuonPlan::Impl::compute(Flight& flight) const {
   flight.work = bucket.exchange.to_holders(flight.rooted, flight.returned);
 }
 
-// The same rank of every replica holds the same pieces: each sends those of its own matrices to all the others.
-void MuonPlan::Impl::exchange_replicas(Flight& flight) const {
+// The same rank of every replica holds the same pieces: each sends those of its own matrices to all the others. Returns
+// all of them, by shared_offsets.
+at::Tensor MuonPlan::Impl::exchange_replicas(const Flight& flight) const {
   const Bucket& bucket = *flight.bucket;
   const auto self = static_cast<std::size_t>(replicate.rank());
   const Index mine = bucket.shared_counts[self];
@@ -323,18 +330,19 @@ void MuonPlan::Impl::exchange_replicas(Flight& flight) const {
     }
   }
   const at::Tensor section = own.empty() ? at::empty({0}, flight.held.options()) : at::cat(own);
-  flight.shared_send = section.repeat({replicate.size()});
+  const at::Tensor send = section.repeat({replicate.size()});
   Index total = 0;
   for (const Index count : bucket.shared_counts) total += count;
-  flight.shared = at::empty({total}, flight.held.options());
+  const at::Tensor shared = at::empty({total}, flight.held.options());
   const std::vector<Index> send_counts(bucket.shared_counts.size(), mine);
-  replicate.all_to_all(flight.shared_send, flight.shared, send_counts, bucket.shared_counts, "muon replicas").wait();
+  replicate.all_to_all(send, shared, send_counts, bucket.shared_counts, "muon replicas").wait();
+  return shared;
 }
 
 void MuonPlan::Impl::finish(Flight& flight, std::span<const MuonPiece> pieces) const {
   const Bucket& bucket = *flight.bucket;
   flight.work.wait();
-  if (shares()) exchange_replicas(flight);
+  const at::Tensor shared = shares() ? exchange_replicas(flight) : at::Tensor();
   for (std::size_t i = 0; i < bucket.members.size(); ++i) {
     const Member& member = bucket.members[i];
     const MuonMatrix& m = matrices[member.matrix];
@@ -343,7 +351,7 @@ void MuonPlan::Impl::finish(Flight& flight, std::span<const MuonPiece> pieces) c
     const Index size = member.piece.size();
     at::Tensor update = flight.local[i];
     if (shares()) {
-      update = flight.shared.narrow(0, bucket.shared_offsets[i], size);
+      update = shared.narrow(0, bucket.shared_offsets[i], size);
     } else if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
       update = flight.returned.narrow(0, offset, size);
     }

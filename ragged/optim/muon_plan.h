@@ -60,13 +60,16 @@ struct MuonMovement {
 /// A parameter as all ranks see it.
 struct MuonParam {
   std::string name;
-  std::vector<Index> shape;            // global; the last two dims are matrices, those before them stack
-  std::vector<layout::Interval> held;  // by rank of the shard group: its row-major elements, ascending; may be empty
+  std::vector<Index> shape;              // global; the last two dims are matrices, those before them stack
+  std::vector<layout::Interval> held{};  // by rank of the shard group: its row-major elements, ascending; may be empty
   /// Fused projections: rows [begin, end) of each matrix are a matrix of their own. They tile the rows; none: one.
   std::vector<layout::Interval> row_ranges{};
   int bucket = 0;             // what travels together; buckets run in ascending order
   bool flatten_rest = false;  // [out, ...] is one matrix of out rows (convolutions)
 };
+
+/// MuonParam::row_ranges of matrices that lie one below the other with so many rows each; none for none.
+std::vector<layout::Interval> ranges_of_rows(std::span<const Index> counts);
 
 /// This rank's part of one parameter in one step: 1-D and contiguous, `held` elements, in place. Empty pieces must be
 /// given too.

@@ -10,6 +10,7 @@
 
 #include <ATen/ATen.h>
 
+#include "ragged/comm/same_value.h"
 #include "ragged/fsdp/unit.h"
 #include "ragged/optim/clip_grad.h"
 #include "ragged/optim/make_optimizer.h"
@@ -42,11 +43,8 @@ layout::Mesh make_mesh(const ParallelConfig& config, int world_size) {
 
 // Ranks that trained on different text would still agree on everything else.
 void check_same_text(const comm::World& world, std::uint64_t fingerprint) {
-  const auto value = static_cast<std::int64_t>(fingerprint >> 2);  // its negative must fit
-  const at::Tensor extremes = at::tensor({value, -value}, at::kLong).to(world.device());
-  world.all().all_reduce_max(extremes, "text fingerprint").wait();
   RAGGED_CHECK(
-      extremes[0].item<std::int64_t>() == -extremes[1].item<std::int64_t>(),
+      comm::is_same_on_all(world.all(), fingerprint, "text fingerprint"),
       "[train] Expected the same text on all ranks, but data.path holds different bytes on some of "
       "them (rank {} of {}).",
       world.rank(), world.size());
@@ -61,8 +59,8 @@ std::string name_of(const torch::nn::Module& child, const torch::nn::Module& roo
 
 // A unit a layer; embedding, last norm and head are the root's own.
 std::shared_ptr<fsdp::Unit> shard_model(
-    LanguageModel& model, const comm::MeshGroups& groups, const Config& config, at::ScalarType param_dtype) {
-  const ParamChoices choices = resolve_optimizers(config, model);
+    LanguageModel& model, const ParamChoices& choices, const comm::MeshGroups& groups, const Config& config,
+    at::ScalarType param_dtype) {
   fsdp::FullyShardOptions options;
   options.groups = groups;
   options.mixed_precision.param_dtype = param_dtype;
@@ -157,14 +155,15 @@ Training::Training(const Config& config, comm::World& world, const TextData& dat
           .min_ratio = config.train.min_lr_ratio,
           .warmup = config.train.warmup,
           .steps = config.train.steps} {
+  // The model takes no memory until each rank fills its shard. Rules that don't fit it are found before any
+  // communication.
+  model_ = make_model(config.model, deferred_parameters(world.device()));
+  const ParamChoices choices = resolve_optimizers(config, *model_);
+
   // Who computes what with whom.
-  check_optimizer_rules(config);
   check_same_text(world, data.fingerprint);
   const comm::MeshGroups groups = world.groups(make_mesh(config.parallel, world.size()));
-
-  // The model takes no memory until each rank fills its shard.
-  model_ = make_model(config.model, deferred_parameters(world.device()));
-  root_ = shard_model(*model_, groups, config, compute_.dtype);
+  root_ = shard_model(*model_, choices, groups, config, compute_.dtype);
   root_->init_parameters(static_cast<std::uint64_t>(config.train.seed), model_->init_rule());
   optimizer_ = optim::make_optimizer(root_, optimizer_spec(config));
   checkpoints_.emplace(config, world, root_, *optimizer_, data.fingerprint);
