@@ -10,6 +10,7 @@
 #include "ragged/base/error.h"
 #include "ragged/optim/adamw_aten.h"
 #include "ragged/optim/cuda_kernels.h"
+#include "ragged/optim/kernel_dtypes.h"
 
 namespace ragged::optim {
 namespace {
@@ -43,8 +44,7 @@ void check(const AdamW8bitPiece& p) {
 }
 
 bool has_kernel(const AdamW8bitPiece& p) {
-  return p.param.device().is_cpu() && p.param.scalar_type() == at::kFloat &&
-      (p.grad.scalar_type() == at::kFloat || p.grad.scalar_type() == at::kBFloat16);
+  return p.param.device().is_cpu() && p.param.scalar_type() == at::kFloat && is_float_or_bf16(p.grad);
 }
 
 // A piece cut into panels: strip by strip, and along each.

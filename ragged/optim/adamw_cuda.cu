@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "ragged/optim/cuda_entries.h"
+#include "ragged/optim/elements.h"
 
 namespace ragged::optim {
 namespace {
@@ -27,18 +28,6 @@ struct TileBatch {
 };
 static_assert(sizeof(TileBatch) <= 4000);
 
-__device__ float load(const void* data, std::int64_t i, bool is_bf16) {
-  return is_bf16 ? widen(static_cast<const std::uint16_t*>(data)[i]) : static_cast<const float*>(data)[i];
-}
-
-__device__ void store(void* data, std::int64_t i, bool is_bf16, float value) {
-  if (is_bf16) {
-    static_cast<std::uint16_t*>(data)[i] = narrow(value);
-  } else {
-    static_cast<float*>(data)[i] = value;
-  }
-}
-
 // The last entry whose first chunk or tile is at most `index`.
 __device__ int find(const std::int64_t* first, int count, std::int64_t index) {
   int found = 0;
@@ -55,11 +44,12 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__
   const std::int64_t begin = (chunk - batch.first_chunk[which]) * kChunk;
   const std::int64_t end = begin + kChunk < run.numel ? begin + kChunk : run.numel;
   for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float grad = load(run.grads, i, run.grads_are_bf16) * grad_scale;
+    const float grad = load_element(run.grads, i, run.grads_are_bf16) * grad_scale;
     const AdamWMoments moments = adamw_moments(
-        run.step, grad, load(run.exp_avg, i, run.moments_are_bf16), load(run.exp_avg_sq, i, run.moments_are_bf16));
-    store(run.exp_avg, i, run.moments_are_bf16, moments.first);
-    store(run.exp_avg_sq, i, run.moments_are_bf16, moments.second);
+        run.step, grad, load_element(run.exp_avg, i, run.moments_are_bf16),
+        load_element(run.exp_avg_sq, i, run.moments_are_bf16));
+    store_element(run.exp_avg, i, run.moments_are_bf16, moments.first);
+    store_element(run.exp_avg_sq, i, run.moments_are_bf16, moments.second);
     const float param = adamw_param(run.step, run.params[i], moments.first, square_root(moments.second));
     run.params[i] = param;
     if (run.image) run.image[i] = narrow(param);
@@ -110,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t i = base + row * piece.columns + column;
     const TileMoments old =
         decode_moments<Codes, kGuards>(codes, piece.first_codes[i], piece.second_codes[i], first_scale, second_scale);
-    const float grad = load(piece.grads, i, piece.grads_are_bf16) * grad_scale;
+    const float grad = load_element(piece.grads, i, piece.grads_are_bf16) * grad_scale;
     elements[k] = step_element(codes, piece.step, piece.params[i], grad, old);
     first_largest = fmaxf(first_largest, elements[k].first_size);
     second_largest = fmaxf(second_largest, elements[k].second);

@@ -11,6 +11,7 @@
 #include "ragged/optim/adamw_aten.h"
 #include "ragged/optim/adamw_kernel.h"
 #include "ragged/optim/cuda_kernels.h"
+#include "ragged/optim/kernel_dtypes.h"
 
 namespace ragged::optim {
 namespace {
@@ -33,10 +34,6 @@ void check(const AdamWPiece& p) {
       p.exp_avg.scalar_type() == p.exp_avg_sq.scalar_type(),
       "[adamw] Expected both moments in one dtype, but got {} and {}.", c10::toString(p.exp_avg.scalar_type()),
       c10::toString(p.exp_avg_sq.scalar_type()));
-}
-
-bool is_float_or_bf16(const at::Tensor& t) {
-  return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16;
 }
 
 bool has_kernel(const AdamWPiece& p) {

@@ -33,7 +33,7 @@ struct AdamWPiece {
   at::Tensor exp_avg;     // fp32 or bf16, both alike
   at::Tensor exp_avg_sq;  // as exp_avg
   at::Tensor image = {};  // optional, bf16: receives the new parameter, rounded, in the same pass
-  AdamWStep step;
+  AdamWStep step{};
 };
 
 /// Steps all pieces with gradients times scale.grad; with scale.skip it does nothing. Neighbours in memory whose

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 
 #include "ragged/base/error.h"
+#include "ragged/optim/kernel_dtypes.h"
 
 namespace ragged::optim {
 namespace {
@@ -20,10 +21,6 @@ const CudaKernels* load_kernels() {
   void* library = dlopen("libragged_optim_cuda.so", RTLD_NOW | RTLD_LOCAL);  // never closed: its kernels stay in use
   if (!library) return nullptr;
   return static_cast<const CudaKernels*>(dlsym(library, kCudaKernelsSymbol));
-}
-
-bool is_float_or_bf16(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
 }
 
 std::uint16_t* image_of(const at::Tensor& image) {

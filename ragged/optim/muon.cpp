@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
 
 #include "ragged/base/error.h"
 #include "ragged/optim/owned_params.h"

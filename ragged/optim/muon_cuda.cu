@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "ragged/optim/cuda_entries.h"
+#include "ragged/optim/elements.h"
 #include "ragged/optim/muon_math.h"
 
 namespace ragged::optim {
@@ -11,18 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kPerBlock = 4096;
-
-__device__ float load(const void* data, std::int64_t i, bool is_bf16) {
-  return is_bf16 ? widen(static_cast<const std::uint16_t*>(data)[i]) : static_cast<const float*>(data)[i];
-}
-
-__device__ void store(void* data, std::int64_t i, bool is_bf16, float value) {
-  if (is_bf16) {
-    static_cast<std::uint16_t*>(data)[i] = narrow(value);
-  } else {
-    static_cast<float*>(data)[i] = value;
-  }
-}
 
 __device__ std::int64_t block_end(std::int64_t numel) {
   const std::int64_t end = (blockIdx.x + std::int64_t{1}) * kPerBlock;
@@ -32,17 +21,18 @@ __device__ std::int64_t block_end(std::int64_t numel) {
 __global__ void __launch_bounds__(kThreads) pack_kernel(const CudaMuonPack args) {
   const std::int64_t end = block_end(args.numel);
   for (std::int64_t i = blockIdx.x * kPerBlock + threadIdx.x; i < end; i += kThreads) {
-    const float grad = load(args.grads, i, args.grads_are_bf16) * args.grad_scale;
-    const float momentum = muon_momentum(load(args.momentum, i, args.momentum_is_bf16), grad, args.beta);
-    store(args.momentum, i, args.momentum_is_bf16, momentum);
-    store(args.out, i, args.out_is_bf16, muon_direction(momentum, grad, args.beta, args.nesterov));
+    const float grad = load_element(args.grads, i, args.grads_are_bf16) * args.grad_scale;
+    const float momentum = muon_momentum(load_element(args.momentum, i, args.momentum_is_bf16), grad, args.beta);
+    store_element(args.momentum, i, args.momentum_is_bf16, momentum);
+    store_element(args.out, i, args.out_is_bf16, muon_direction(momentum, grad, args.beta, args.nesterov));
   }
 }
 
 __global__ void __launch_bounds__(kThreads) apply_kernel(const CudaMuonApply args) {
   const std::int64_t end = block_end(args.numel);
   for (std::int64_t i = blockIdx.x * kPerBlock + threadIdx.x; i < end; i += kThreads) {
-    args.params[i] = muon_param(args.params[i], load(args.update, i, args.update_is_bf16), args.decay, args.step_size);
+    args.params[i] =
+        muon_param(args.params[i], load_element(args.update, i, args.update_is_bf16), args.decay, args.step_size);
   }
 }
 

@@ -3,18 +3,14 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "ragged/base/error.h"
 #include "ragged/optim/cuda_kernels.h"
+#include "ragged/optim/kernel_dtypes.h"
 #include "ragged/optim/muon_kernel.h"
 
 namespace ragged::optim {
 namespace {
 
 constexpr Index kGrain = 1 << 15;  // elements a thread at least
-
-bool is_kernel_dtype(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
-}
 
 Run run_at(const at::Tensor& tensor, Index offset) {
   return {
@@ -40,7 +36,7 @@ void muon_pack_pass(
     const at::Tensor& out) {
   if (has_cuda_muon(grad)) return muon_pack_by_kernel(rates.momentum, rates.nesterov, grad_scale, grad, momentum, out);
   const auto beta = static_cast<float>(rates.momentum);
-  if (!grad.is_cpu() || !is_kernel_dtype(grad)) {
+  if (!grad.is_cpu() || !is_float_or_bf16(grad)) {
     const at::Tensor g = grad.to(at::kFloat) * static_cast<float>(grad_scale);
     const at::Tensor next = moved(momentum.to(at::kFloat), g, 1.0F - beta);
     momentum.copy_(next);

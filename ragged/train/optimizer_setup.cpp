@@ -1,7 +1,6 @@
 #include "ragged/train/optimizer_setup.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -46,22 +45,25 @@ std::vector<TableLine> fold(std::span<const optim::OptimizerRow> rows) {
   return lines;
 }
 
-optim::AdamWOptions adamw_options(const Config& config) {
-  optim::AdamWOptions options;
+// What both kinds of AdamW are told.
+template <class Options>
+Options adam_options(const Config& config) {
+  Options options;
   options.beta1 = config.optimizer.betas.at(0);
   options.beta2 = config.optimizer.betas.at(1);
   options.eps = config.optimizer.eps;
   options.weight_decay = config.optimizer.weight_decay;
+  return options;
+}
+
+optim::AdamWOptions adamw_options(const Config& config) {
+  auto options = adam_options<optim::AdamWOptions>(config);
   options.moment_dtype = parse_scalar_type(config.optimizer.moment_dtype);
   return options;
 }
 
 optim::AdamW8bitOptions adamw8bit_options(const Config& config) {
-  optim::AdamW8bitOptions options;
-  options.beta1 = config.optimizer.betas.at(0);
-  options.beta2 = config.optimizer.betas.at(1);
-  options.eps = config.optimizer.eps;
-  options.weight_decay = config.optimizer.weight_decay;
+  auto options = adam_options<optim::AdamW8bitOptions>(config);
   options.state_format = config.optimizer.tile_format;
   return options;
 }

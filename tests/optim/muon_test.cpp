@@ -57,7 +57,7 @@ struct Twin {
 using Values = std::map<std::string, std::vector<float>>;
 
 struct Outcome {
-  Values params;  // whole, by name
+  Values params{};  // whole, by name
   comm::Traffic traffic;
 };
 

@@ -17,6 +17,7 @@
 #include "ragged/train/stop_signal.h"
 #include "ragged/train/trainer.h"
 #include "tests/support/ranks.h"
+#include "tests/train/text.h"
 
 namespace ragged::train {
 namespace {
@@ -29,15 +30,7 @@ using ::testing::HasSubstr;
 TextData some_text() {
   std::string text;
   for (int i = 0; i < 400; ++i) text += "while n > " + std::to_string(i * i % 89) + ":\n    n -= 1\n";
-  const at::Tensor bytes = at::empty({static_cast<Index>(text.size())}, at::kByte);
-  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<std::uint8_t>());
-  const Index cut = bytes.numel() * 3 / 4;
-  return {
-      .train = bytes.narrow(0, 0, cut).clone(),
-      .validation = bytes.narrow(0, cut, bytes.numel() - cut).clone(),
-      .folder = "memory",
-      .files = 1,
-      .fingerprint = 54321};
+  return text_in_memory(text, 54321);
 }
 
 // What a step computed, without what it took.

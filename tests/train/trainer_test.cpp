@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "tests/support/ranks.h"
+#include "tests/train/text.h"
 
 namespace ragged::train {
 namespace {
@@ -23,15 +24,7 @@ using Json = nlohmann::json;
 TextData some_text() {
   std::string text;
   for (int i = 0; i < 400; ++i) text += "for i in range(" + std::to_string(i * i % 97) + "):\n    print(i)\n";
-  const at::Tensor bytes = at::empty({static_cast<Index>(text.size())}, at::kByte);
-  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<std::uint8_t>());
-  const Index cut = bytes.numel() * 3 / 4;
-  return {
-      .train = bytes.narrow(0, 0, cut).clone(),
-      .validation = bytes.narrow(0, cut, bytes.numel() - cut).clone(),
-      .folder = "memory",
-      .files = 1,
-      .fingerprint = 12345};
+  return text_in_memory(text, 12345);
 }
 
 struct Outcome {
