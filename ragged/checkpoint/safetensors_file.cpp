@@ -63,6 +63,14 @@ void SafetensorsWriter::write(std::size_t tensor, Bytes bytes) const {
   file_.write(header_bytes_ + entry.begin, bytes, tensor_named(entry.name));
 }
 
+void SafetensorsWriter::write_part(std::size_t tensor, Index offset, Bytes bytes) const {
+  const plan::SafetensorsEntry& entry = tensors_.at(tensor);
+  RAGGED_ASSERT(
+      offset >= 0 && static_cast<Index>(bytes.size()) <= entry.end - entry.begin - offset, "{} bytes at {} of '{}'",
+      bytes.size(), offset, entry.name);
+  file_.write(header_bytes_ + entry.begin + offset, bytes, tensor_named(entry.name));
+}
+
 Index SafetensorsWriter::file_bytes() const {
   return header_bytes_ + (tensors_.empty() ? 0 : tensors_.back().end);
 }

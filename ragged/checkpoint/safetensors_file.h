@@ -31,6 +31,8 @@ class SafetensorsWriter {
   Index file_offset(std::size_t tensor) const { return header_bytes_ + tensors_.at(tensor).begin; }
   /// All bytes of a tensor. In any order, each once.
   void write(std::size_t tensor, Bytes bytes) const;
+  /// Bytes of a tensor from `offset` on. In any order, together all of them once.
+  void write_part(std::size_t tensor, Index offset, Bytes bytes) const;
   /// Syncs and closes. The caller has written every tensor.
   void finish() { file_.sync_and_close(); }
 

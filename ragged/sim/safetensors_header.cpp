@@ -7,17 +7,15 @@
 #include <system_error>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
-#include "ragged/plan/json_reader.h"
+#include "ragged/base/error.h"
 #include "ragged/plan/safetensors_header.h"
+#include "ragged/plan/safetensors_index.h"
 
 namespace ragged::sim {
 namespace {
 
 constexpr std::string_view kOperation = "safetensors";
 constexpr std::uint64_t kMaxIndex = 256 << 20;
-constexpr int kMaxDepth = 8;  // an index has two levels
 
 }  // namespace
 
@@ -47,22 +45,11 @@ std::vector<StoredTensor> read_safetensors(const std::filesystem::path& file) {
 }
 
 std::vector<StoredTensor> read_safetensors_index(const std::filesystem::path& index) {
-  const nlohmann::ordered_json json =
-      plan::detail::parse_json(read_text(index, kMaxIndex, kOperation), kMaxDepth, kOperation);
-  RAGGED_CHECK(
-      json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(),
-      "[{}] Expected an object 'weight_map', but got none ('{}').", kOperation, index.string());
   std::map<std::string, std::set<std::string>> files;  // file -> names that are still to be found
-  for (const auto& [name, file] : json["weight_map"].items()) {
-    const std::string beside = file.is_string() ? file.get<std::string>() : "";
-    RAGGED_CHECK(
-        !beside.empty() && std::filesystem::path(beside).filename() == beside,
-        "[{}] Expected the name of a file beside the index, but got {} ('{}', tensor '{}').", kOperation, file.dump(),
-        index.string(), name);
-    files[beside].insert(name);
+  for (const auto& [name, file] :
+       plan::parse_safetensors_index(read_text(index, kMaxIndex, kOperation), index.string())) {
+    files[file].insert(name);
   }
-  RAGGED_CHECK(
-      !files.empty(), "[{}] Expected tensors in the 'weight_map', but got none ('{}').", kOperation, index.string());
   std::vector<StoredTensor> tensors;
   for (auto& [file, names] : files) {
     for (StoredTensor& tensor : read_safetensors(index.parent_path() / file)) {
