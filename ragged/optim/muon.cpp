@@ -35,16 +35,6 @@ at::ScalarType momentum_dtype(const OwnedParam& param, const MuonOptions& option
   return format == "fp32" ? at::kFloat : at::kBFloat16;
 }
 
-// What each rank of the shard group holds of it.
-std::vector<layout::Interval> held_by(const buffer::ShardedTensor& tensor, int ranks) {
-  const int dim = tensor.mesh.find(layout::DimRole::kShard);
-  if (ranks == 1 || dim < 0) return {{0, checked_product(tensor.shape)}};
-  const auto& ragged = std::get<layout::RaggedShard>(tensor.placements.at(static_cast<std::size_t>(dim)));
-  std::vector<layout::Interval> held;
-  for (int rank = 0; rank < ranks; ++rank) held.push_back(layout::ragged_interval(tensor.shape, ragged, rank));
-  return held;
-}
-
 }  // namespace
 
 ParamSettings default_muon_policy(const buffer::ShardedTensor& param) {
@@ -83,7 +73,7 @@ struct Muon::Impl {
       planned.push_back(
           {.name = param.tensor.name,
            .shape = param.tensor.shape,
-           .held = held_by(param.tensor, params.root().groups().shard.size()),
+           .held = held_by_rank(param.tensor, params.root().groups().shard.size()),
            .row_ranges = options.row_ranges ? options.row_ranges(param.tensor) : std::vector<layout::Interval>{},
            .bucket = param.tensor.unit});
     }

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <map>
 
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
+#include <fmt/format.h>
 
 #include "ragged/base/error.h"
 #include "ragged/comm/same_value.h"
@@ -18,64 +16,6 @@ namespace ragged::optim {
 namespace {
 
 using layout::Interval;
-
-// Rows and columns of the matrices in a parameter, and how many there are.
-struct Stack {
-  Index count = 1;
-  Index rows = 0;
-  Index cols = 0;
-};
-
-Stack stack_of(const MuonParam& param) {
-  const std::vector<Index>& shape = param.shape;
-  RAGGED_CHECK(
-      shape.size() >= 2,
-      "[muon] Expected parameters of two and more dims, but got the shape [{}] (param '{}'). Send it to AdamW.",
-      fmt::join(shape, ", "), param.name);
-  if (param.flatten_rest) return {.rows = shape[0], .cols = checked_product(std::span(shape).subspan(1))};
-  const std::size_t last = shape.size() - 1;
-  return {.count = checked_product(std::span(shape).first(last - 1)), .rows = shape[last - 1], .cols = shape[last]};
-}
-
-void check_held(const MuonParam& param, int ranks) {
-  RAGGED_CHECK(
-      std::ssize(param.held) == ranks, "[muon] Expected an interval for each of {} ranks, but got {} (param '{}').",
-      ranks, param.held.size(), param.name);
-  Index end = 0;
-  for (const Interval& interval : param.held) {
-    if (interval.empty()) continue;
-    RAGGED_CHECK(
-        interval.begin == end,
-        "[muon] Expected intervals that ascend without gap or overlap, but got [{}, {}) after {} (param '{}').",
-        interval.begin, interval.end, end, param.name);
-    end = interval.end;
-  }
-  RAGGED_CHECK(
-      end == checked_product(param.shape),
-      "[muon] Expected intervals that cover all {} elements, but got {} (param '{}').", checked_product(param.shape),
-      end, param.name);
-}
-
-std::vector<Interval> row_ranges_of(const MuonParam& param, Index rows) {
-  if (param.row_ranges.empty()) return {{0, rows}};
-  Index end = 0;
-  for (const Interval& range : param.row_ranges) {
-    RAGGED_CHECK(
-        range.begin == end && range.end > end,
-        "[muon] Expected row ranges that follow each other, but got [{}, {}) after {} (param '{}').", range.begin,
-        range.end, end, param.name);
-    end = range.end;
-  }
-  RAGGED_CHECK(
-      end == rows,
-      "[muon] Expected row ranges over all {} rows, but got {} (param '{}'). Name every part of the fused weight.",
-      rows, end, param.name);
-  return param.row_ranges;
-}
-
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  return (hash ^ value) * 0x100000001B3ULL + (hash >> 47);
-}
 
 void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
   if (group.size() == 1) return;
@@ -103,16 +43,6 @@ double muon_scale_factor(MuonScale scale, Index rows, Index cols) {
   const auto m = static_cast<double>(rows);
   const auto n = static_cast<double>(cols);
   return scale == MuonScale::kOriginal ? std::sqrt(std::max(1.0, m / n)) : 0.2 * std::sqrt(std::max(m, n));
-}
-
-std::vector<Interval> ranges_of_rows(std::span<const Index> counts) {
-  std::vector<Interval> ranges;
-  Index begin = 0;
-  for (const Index rows : counts) {
-    ranges.push_back({begin, begin + rows});
-    begin += rows;
-  }
-  return ranges;
 }
 
 struct MuonPlan::Impl {
@@ -152,7 +82,6 @@ struct MuonPlan::Impl {
   std::vector<Bucket> buckets;
 
   bool shares() const { return movement.replicas == MuonReplicas::kShare && replicate.size() > 1; }
-  void list_matrices();
   std::vector<std::vector<plan::HeldPiece>> assign();
   void make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces);
   void share_out(Bucket& bucket) const;
@@ -164,58 +93,16 @@ struct MuonPlan::Impl {
   at::Tensor orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const;
 };
 
-void MuonPlan::Impl::list_matrices() {
-  std::map<int, int> positions;
-  for (const MuonParam& param : params) positions[param.bucket] = 0;
-  int next = 0;
-  for (auto& [bucket, position] : positions) position = next++;
-  for (std::size_t p = 0; p < params.size(); ++p) {
-    const Stack stack = stack_of(params[p]);
-    check_held(params[p], shard.size());
-    const std::vector<Interval> ranges = row_ranges_of(params[p], stack.rows);
-    if (stack.count == 0 || stack.rows == 0 || stack.cols == 0) continue;
-    for (Index i = 0; i < stack.count; ++i) {
-      for (const Interval& range : ranges) {
-        matrices.push_back(
-            {.param = static_cast<int>(p),
-             .rows = range.size(),
-             .cols = stack.cols,
-             .offset = (i * stack.rows + range.begin) * stack.cols,
-             .bucket = positions.at(params[p].bucket)});
-      }
-    }
-  }
-  buckets.reserve(static_cast<std::size_t>(next));
-}
-
 std::vector<std::vector<plan::HeldPiece>> MuonPlan::Impl::assign() {
-  std::vector<plan::RootMatrix> roots;
-  for (const MuonMatrix& m : matrices) {
-    const Interval range{m.offset, m.offset + m.rows * m.cols};
-    roots.push_back(
-        {.cost = plan::newton_schulz_cost(m.rows, m.cols, static_cast<int>(set.steps.size())),
-         .numel = range.size(),
-         .bucket = m.bucket,
-         .pieces = plan::pieces_of(params[static_cast<std::size_t>(m.param)].held, range)});
-  }
-  const plan::RootPlan plan = plan::assign_roots(
-      roots,
-      {.world_size = shard.size(),
-       .replicas = shares() ? replicate.size() : 1,
-       .local_limit = std::numeric_limits<double>::infinity()});
-  loads = plan.loads;
-  hash = plan::hash(plan);
-  std::vector<std::vector<plan::HeldPiece>> pieces;
-  for (std::size_t i = 0; i < matrices.size(); ++i) {
-    MuonMatrix& m = matrices[i];
-    m.root = plan.roots[i] % shard.size();
-    m.replica = plan.roots[i] / shard.size();
-    m.is_local = plan::sole_holder(roots[i].pieces, roots[i].numel) == m.root;
-    for (const Index value : {m.rows, m.cols, m.offset, static_cast<Index>(m.bucket)})
-      hash = mix(hash, static_cast<std::uint64_t>(value));
-    pieces.push_back(std::move(roots[i].pieces));
-  }
-  return pieces;
+  std::vector<double> costs;
+  for (const MuonMatrix& m : matrices)
+    costs.push_back(plan::newton_schulz_cost(m.rows, m.cols, static_cast<int>(set.steps.size())));
+  MatrixRoots assigned = assign_roots(
+      params, matrices, costs,
+      {.world_size = shard.size(), .replicas = shares() ? replicate.size() : 1, .local_limit = movement.local_limit});
+  loads = std::move(assigned.loads);
+  hash = assigned.hash;
+  return std::move(assigned.pieces);
 }
 
 void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces) {
@@ -373,6 +260,7 @@ MuonPlan::MuonPlan(
   RAGGED_CHECK(
       movement.buckets_in_flight >= 0, "[muon] Expected buckets_in_flight >= 0, but got {}.",
       movement.buckets_in_flight);
+  RAGGED_CHECK(movement.local_limit >= 0.0, "[muon] Expected local_limit >= 0, but got {}.", movement.local_limit);
   check(math.newton_schulz);
   impl_->params = std::move(params);
   impl_->math = math;
@@ -380,7 +268,7 @@ MuonPlan::MuonPlan(
   impl_->shard = std::move(shard);
   impl_->replicate = std::move(replicate);
   impl_->set = newton_schulz_set(math.newton_schulz.coefficients, math.newton_schulz.num_steps);
-  impl_->list_matrices();
+  impl_->matrices = list_matrices(impl_->params, impl_->shard.size(), "muon");
   impl_->make_buckets(impl_->assign());
   check_same(impl_->shard, impl_->hash, "shard");
   check_same(impl_->replicate, impl_->hash, "replicate");

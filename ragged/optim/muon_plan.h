@@ -23,7 +23,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "ragged/comm/communicator.h"
-#include "ragged/layout/interval.h"
+#include "ragged/optim/matrix_layout.h"
 #include "ragged/optim/newton_schulz.h"
 #include "ragged/optim/optimizer.h"
 
@@ -55,21 +55,14 @@ struct MuonMovement {
   MuonReplicas replicas = MuonReplicas::kRepeat;
   /// Buckets on the wire around the one that computes; 0 runs one after another. Each takes buffers of its size.
   int buckets_in_flight = 2;
+  /// Matrices that one rank holds whole stay there, and a bucket of nothing else communicates nothing, up to this
+  /// multiple of the best balance that Newton-Schulz can have over the ranks ([Note: roots] in matrix_roots.h).
+  /// Infinity: they always stay.
+  double local_limit = 1.25;
 };
 
-/// A parameter as all ranks see it.
-struct MuonParam {
-  std::string name;
-  std::vector<Index> shape;              // global; the last two dims are matrices, those before them stack
-  std::vector<layout::Interval> held{};  // by rank of the shard group: its row-major elements, ascending; may be empty
-  /// Fused projections: rows [begin, end) of each matrix are a matrix of their own. They tile the rows; none: one.
-  std::vector<layout::Interval> row_ranges{};
-  int bucket = 0;             // what travels together; buckets run in ascending order
-  bool flatten_rest = false;  // [out, ...] is one matrix of out rows (convolutions)
-};
-
-/// MuonParam::row_ranges of matrices that lie one below the other with so many rows each; none for none.
-std::vector<layout::Interval> ranges_of_rows(std::span<const Index> counts);
+using MuonParam = MatrixParam;
+using MuonMatrix = ParamMatrix;
 
 /// This rank's part of one parameter in one step: 1-D and contiguous, `held` elements, in place. Empty pieces must be
 /// given too.
@@ -79,18 +72,6 @@ struct MuonPiece {
   at::Tensor momentum;  // fp32 or bf16
   double lr = 1e-3;
   double weight_decay = 0.1;  // decoupled, before the update
-};
-
-/// One matrix of a plan, for tables and tests.
-struct MuonMatrix {
-  int param = 0;
-  Index rows = 0;
-  Index cols = 0;
-  Index offset = 0;      // of its first element in the parameter
-  int bucket = 0;        // position in the order of buckets
-  int root = 0;          // rank of the shard group
-  int replica = 0;       // rank of the replicate group that computes it; with kRepeat each does, and this is 0
-  bool is_local = true;  // the root holds all of it
 };
 
 class MuonPlan {

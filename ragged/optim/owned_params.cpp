@@ -129,6 +129,15 @@ std::vector<Moments> make_moments(
   return moments;
 }
 
+std::vector<layout::Interval> held_by_rank(const buffer::ShardedTensor& tensor, int ranks) {
+  const int dim = tensor.mesh.find(layout::DimRole::kShard);
+  if (ranks == 1 || dim < 0) return {{0, checked_product(tensor.shape)}};
+  const auto& ragged = std::get<layout::RaggedShard>(tensor.placements.at(static_cast<std::size_t>(dim)));
+  std::vector<layout::Interval> held;
+  for (int rank = 0; rank < ranks; ++rank) held.push_back(layout::ragged_interval(tensor.shape, ragged, rank));
+  return held;
+}
+
 buffer::ShardedTensor state_like(const OwnedParam& param, const char* suffix, const at::Tensor& local) {
   buffer::ShardedTensor state = param.tensor;
   state.name += suffix;

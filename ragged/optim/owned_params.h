@@ -70,6 +70,9 @@ struct Moments {
 std::vector<Moments> make_moments(
     const OwnedParams& params, const std::function<std::optional<at::ScalarType>(const OwnedParam&)>& dtype_of);
 
+/// Elements of a parameter that each of the `ranks` of its shard group holds.
+std::vector<layout::Interval> held_by_rank(const buffer::ShardedTensor& tensor, int ranks);
+
 /// A state that lies like its parameter.
 buffer::ShardedTensor state_like(const OwnedParam& param, const char* suffix, const at::Tensor& local);
 
