@@ -117,15 +117,45 @@ TEST(Muon, every_world_gives_the_bits_of_one_rank_and_they_are_near_the_twin) {
   }
 }
 
-TEST(Muon, two_exchanges_a_bucket_with_cut_matrices_and_none_where_matrices_are_whole) {
+TEST(Muon, two_exchanges_a_bucket_with_cut_matrices_and_none_where_matrices_stay) {
+  MuonOptions all_stay = options();
+  all_stay.movement.local_limit = std::numeric_limits<double>::infinity();
   for (const int ranks : {2, 4}) {
     run_ranks(ranks, [&](comm::World& world) {
       const Outcome cut_up = run(world, {1, ranks}, options());
       EXPECT_EQ(cut_up.traffic.all_to_alls, kSteps * 2 * 3);  // three layers hold its matrices
       EXPECT_EQ(cut_up.traffic.all_gathers, 0);
-      EXPECT_EQ(run(world, {1, ranks}, options(), true).traffic.all_to_alls, 0);
+      EXPECT_EQ(run(world, {1, ranks}, all_stay, true).traffic.all_to_alls, 0);
     });
   }
+}
+
+// Two whole matrices of a bucket lie on rank 0, one of another on rank 1, and a third bucket has one on each.
+TEST(MuonPlan, whole_matrices_move_where_their_layout_is_out_of_balance_and_no_other_bucket_hears_of_it) {
+  run_ranks(2, [](comm::World& world) {
+    const auto groups = world.groups(layout::Mesh::shard(2));
+    std::vector<MuonParam> params;
+    std::vector<MuonPiece> pieces;
+    const auto add = [&](int bucket, int rank) {
+      params.push_back(
+          {.name = fmt::format("w{}", params.size()),
+           .shape = {4, 4},
+           .held = {{0, rank == 0 ? 16 : 0}, {rank == 0 ? 16 : 0, 16}},
+           .bucket = bucket});
+      const Index numel = rank == world.rank() ? 16 : 0;
+      pieces.push_back({.param = at::ones({numel}), .grad = at::ones({numel}), .momentum = at::zeros({numel})});
+    };
+    add(0, 0), add(0, 0), add(1, 0), add(2, 1);
+    const auto exchanges = [&](double limit) {
+      MuonPlan plan(params, exact(), {.local_limit = limit}, groups.shard);
+      const Index before = groups.shard.traffic().all_to_alls;
+      plan.step(pieces);
+      EXPECT_EQ(plan.loads()[0] + plan.loads()[1], 4 * 5 * (4 * 64 + 2 * 64));
+      return std::pair(groups.shard.traffic().all_to_alls - before, plan.loads()[0] / plan.loads()[1]);
+    };
+    EXPECT_EQ(exchanges(std::numeric_limits<double>::infinity()), std::pair(Index{0}, 3.0));
+    EXPECT_EQ(exchanges(1.25), std::pair(Index{2}, 1.0));  // one bucket, there and back
+  });
 }
 
 // Pieces of plain tensors: what one rank alone has of these parameters.
