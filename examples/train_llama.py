@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -459,11 +460,15 @@ def main() -> None:
     dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         train(config, args.stock, args.optimizer)
-        # Gloo's threads still let go of the last collective's tensors after it is done; were Python gone by then, the
-        # process would abort. A barrier has none.
-        dist.barrier()
+        dist.barrier()  # a rank that leaves early would fail the others' last collectives
     finally:
         dist.destroy_process_group()
+    # Gloo's threads let go of a collective's tensors some time after it is done; were Python being torn down by then, the
+    # process would abort. They are joined with the group, and the group goes with the last module that holds it.
+    gc.collect()
+    if args.stock:  # there torch's caches hold the group for good, so leave without tearing Python down
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,25 @@ def test_optimizers_of_ours_train_like_the_stock_one(config, tmp_path):
     assert [step["loss"] for step in coded] != [step["loss"] for step in stock], "states are in 8 bits"
 
 
+PROBE = """
+import pathlib, runpy, sys
+script = sys.argv.pop(1)
+try:
+    runpy.run_path(script, run_name="__main__")
+except SystemExit as done:
+    assert not done.code, done.code
+names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+print("threads of Gloo left:", sum(name.startswith("pt_gloo_run") for name in names))
+"""
+
+
+def test_leaves_no_thread_of_gloo_that_could_outlive_python(config, tmp_path):
+    """One that lets go of a tensor while Python is torn down aborts the process."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    printed = run([tmp_path / "probe.py", SCRIPT, config, "--train.steps=1", f"--run.dir={tmp_path}/out"], 2, tmp_path)
+    assert printed.count("threads of Gloo left: 0") == 2, printed
+
+
 def test_runs_without_torchrun_and_refuses_unknown_keys(config, tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, str(SCRIPT), str(config), "--train.steps=1"]
