@@ -17,18 +17,26 @@ namespace ragged::train {
 /// A decoder: Llama-style (llama.h), or with experts in the place of its SwiGLU layers (moe.h).
 struct ModelConfig {
   std::string kind = "llama";
+  std::string from = {};  // folder of a Hugging Face model whose weights training starts from; empty: random ones
   Index dim = 256;
   Index layers = 4;
   Index heads = 4;
-  Index kv_heads = 2;           // must divide heads
-  Index feed_forward = 688;     // of an expert, where there are experts
-  Index experts = 8;            // of a layer; moe only, like the next two
-  Index experts_per_token = 2;  // at most all
-  double balance_loss = 0.0;    // see [Note: balance] in moe.h
-  Index vocabulary = 256;       // at least 256: tokens are bytes
+  Index kv_heads = 2;            // must divide heads
+  Index head_dim = 0;            // 0: dim / heads
+  Index feed_forward = 688;      // of an expert, where there are experts
+  Index experts = 8;             // of a layer; moe only, like the next two
+  Index experts_per_token = 2;   // at most all
+  bool expert_biases = true;     // of router and experts; moe only
+  double balance_loss = 0.0;     // see [Note: balance] in moe.h
+  Index vocabulary = 256;        // at least 256: tokens are bytes
+  bool tied_embeddings = false;  // the head multiplies by the embedding
   double rope_theta = 10000.0;
   double norm_eps = 1e-5;
   double init_std = 0.02;
+
+  /// Of one head.
+  Index dim_of_head() const { return head_dim > 0 ? head_dim : dim / heads; }
+  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
 /// Text as bytes; see data.h.

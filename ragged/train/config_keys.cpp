@@ -37,10 +37,14 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(model.kind),
        .help = "llama, or moe: experts in the place of SwiGLU layers",
        .choices = kModelKinds},
+      {.name = "model.from",
+       .slot = SLOT(model.from),
+       .help = "folder of a Hugging Face model to start from, see `ragged import`; a resumed checkpoint goes before"},
       {.name = "model.dim", .slot = SLOT(model.dim), .help = "width of the model", .min = 1},
       {.name = "model.layers", .slot = SLOT(model.layers), .help = "decoder layers", .min = 1},
       {.name = "model.heads", .slot = SLOT(model.heads), .help = "query heads", .min = 1},
       {.name = "model.kv_heads", .slot = SLOT(model.kv_heads), .help = "key and value heads; divides heads", .min = 1},
+      {.name = "model.head_dim", .slot = SLOT(model.head_dim), .help = "width of a head; 0: dim / heads", .min = 0},
       {.name = "model.feed_forward",
        .slot = SLOT(model.feed_forward),
        .help = "hidden width of the SwiGLU layer, or of an expert",
@@ -50,6 +54,9 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(model.experts_per_token),
        .help = "experts that a token goes to; moe only",
        .min = 1},
+      {.name = "model.expert_biases",
+       .slot = SLOT(model.expert_biases),
+       .help = "biases of routers and experts, as GPT-OSS has and Mixtral hasn't; moe only"},
       {.name = "model.balance_loss",
        .slot = SLOT(model.balance_loss),
        .help = "weight of the loss that evens out the experts' use; moe only",
@@ -58,6 +65,9 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(model.vocabulary),
        .help = "tokens; the first 256 are the bytes",
        .min = 256},
+      {.name = "model.tied_embeddings",
+       .slot = SLOT(model.tied_embeddings),
+       .help = "embedding and head are one matrix"},
       {.name = "model.rope_theta", .slot = SLOT(model.rope_theta), .help = "base of the rotary frequencies", .min = 1},
       {.name = "model.norm_eps", .slot = SLOT(model.norm_eps), .help = "added to the mean square in RMSNorm", .min = 0},
       {.name = "model.init_std",
@@ -372,10 +382,14 @@ void validate_model(const ModelConfig& model) {
       "key head serves the same number of query heads.",
       model.heads, model.kv_heads);
   RAGGED_CHECK(
-      model.dim % (2 * model.heads) == 0,
+      model.head_dim > 0 || model.dim % (2 * model.heads) == 0,
       "[config] Expected model.dim to be a multiple of 2 * model.heads, but got {} and {} heads. "
       "Rotary positions turn pairs of elements in a head.",
       model.dim, model.heads);
+  RAGGED_CHECK(
+      model.head_dim % 2 == 0,
+      "[config] Expected an even model.head_dim, but got {}. Rotary positions turn pairs of elements in a head.",
+      model.head_dim);
   RAGGED_CHECK(
       model.kind != "moe" || model.experts_per_token <= model.experts,
       "[config] Expected model.experts_per_token <= model.experts, but got {} and {}.", model.experts_per_token,

@@ -1,5 +1,7 @@
 #include "ragged/train/language_model.h"
 
+#include <set>
+
 #include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
@@ -31,7 +33,10 @@ at::Tensor mean_cross_entropy(const at::Tensor& logits, const at::Tensor& target
 
 Index parameter_count(const torch::nn::Module& module) {
   Index count = 0;
-  for (const at::Tensor& parameter : module.parameters()) count += parameter.numel();
+  std::set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) count += parameter.numel();
+  }
   return count;
 }
 

@@ -49,7 +49,7 @@ std::shared_ptr<LanguageModel> make_model(const ModelConfig& config, const MakeP
 /// In fp32 whatever the layers compute in: the loss is a sum over many small terms.
 at::Tensor mean_cross_entropy(const at::Tensor& logits, const at::Tensor& targets);
 
-/// Number of parameters.
+/// Number of parameters, tied ones once.
 Index parameter_count(const torch::nn::Module& module);
 
 }  // namespace ragged::train

@@ -56,15 +56,13 @@ at::Tensor RotaryTable::rotate(const at::Tensor& x) {
 }
 
 Attention::Attention(const ModelConfig& config, std::shared_ptr<RotaryTable> rotary, const MakeParameter& make)
-    : heads_(config.heads),
-      kv_heads_(config.kv_heads),
-      head_dim_(config.dim / config.heads),
-      rotary_(std::move(rotary)) {
+    : heads_(config.heads), kv_heads_(config.kv_heads), head_dim_(config.dim_of_head()), rotary_(std::move(rotary)) {
+  const Index q_dim = heads_ * head_dim_;
   const Index kv_dim = kv_heads_ * head_dim_;
-  q_proj = register_module("q_proj", std::make_shared<Linear>(config.dim, config.dim, make));
+  q_proj = register_module("q_proj", std::make_shared<Linear>(config.dim, q_dim, make));
   k_proj = register_module("k_proj", std::make_shared<Linear>(config.dim, kv_dim, make));
   v_proj = register_module("v_proj", std::make_shared<Linear>(config.dim, kv_dim, make));
-  o_proj = register_module("o_proj", std::make_shared<Linear>(config.dim, config.dim, make));
+  o_proj = register_module("o_proj", std::make_shared<Linear>(q_dim, config.dim, make));
 }
 
 at::Tensor Attention::forward(const at::Tensor& x) {
@@ -106,14 +104,14 @@ at::Tensor DecoderLayer::forward(const at::Tensor& x) {
 }
 
 Llama::Llama(const ModelConfig& config, const MakeParameter& make) : config_(config) {
-  const auto rotary = std::make_shared<RotaryTable>(config.dim / config.heads, config.rope_theta);
+  const auto rotary = std::make_shared<RotaryTable>(config.dim_of_head(), config.rope_theta);
   embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
   for (Index i = 0; i < config.layers; ++i) {
     layers.push_back(list->register_module(std::to_string(i), std::make_shared<DecoderLayer>(config, rotary, make)));
   }
   norm = register_module("norm", std::make_shared<RmsNorm>(config.dim, config.norm_eps, make));
-  lm_head = register_module("lm_head", std::make_shared<Linear>(config.dim, config.vocabulary, make));
+  lm_head = register_module("lm_head", make_head(config, *embed_tokens, make));
 }
 
 at::Tensor Llama::forward_logits(const at::Tensor& tokens) {
@@ -134,6 +132,12 @@ std::vector<ShardableModule*> Llama::layer_modules() const {
 
 fsdp::InitFn Llama::init_rule() const {
   return train::init_rule(config_);
+}
+
+std::shared_ptr<Linear> make_head(const ModelConfig& config, const Embedding& embedding, const MakeParameter& make) {
+  if (!config.tied_embeddings) return std::make_shared<Linear>(config.dim, config.vocabulary, make);
+  const MakeParameter same = [&](at::IntArrayRef) { return embedding.weight; };
+  return std::make_shared<Linear>(config.dim, config.vocabulary, same);
 }
 
 fsdp::InitFn init_rule(const ModelConfig& config) {

@@ -1,5 +1,5 @@
-// A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied
-// embedding and head. Names and shapes are Hugging Face's, so that its checkpoints fit.
+// A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; embedding and head are two
+// matrices or one. Names and shapes are Hugging Face's (hf_names.h), so that its weights fit.
 #pragma once
 
 #include <map>
@@ -111,6 +111,10 @@ class Llama : public LanguageModel {
  private:
   ModelConfig config_;
 };
+
+/// The head over a vocabulary: a matrix of its own, or the embedding's. Two modules of one unit then hold one
+/// parameter.
+std::shared_ptr<Linear> make_head(const ModelConfig& config, const Embedding& embedding, const MakeParameter& make);
 
 /// Norms start at 1, biases at 0, matrices normal with init_std, those that write to the residual stream by
 /// sqrt(2 layers) smaller, so that its size doesn't grow with depth.

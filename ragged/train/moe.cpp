@@ -10,12 +10,13 @@ namespace ragged::train {
 
 Router::Router(const ModelConfig& config, const MakeParameter& make)
     : weight(register_parameter("weight", make({config.experts, config.dim}))),
-      bias(register_parameter("bias", make({config.experts}))),
       experts_per_token_(config.experts_per_token),
-      balances_(config.balance_loss > 0.0) {}
+      balances_(config.balance_loss > 0.0) {
+  if (config.expert_biases) bias = register_parameter("bias", make({config.experts}));
+}
 
 Routing Router::forward(const at::Tensor& x) {
-  const at::Tensor logits = at::linear(x, weight, bias);
+  const at::Tensor logits = bias.defined() ? at::linear(x, weight, bias) : at::linear(x, weight);
   const auto [values, experts] = at::topk(logits, experts_per_token_, -1);
   Routing routing{.experts = experts, .weights = values.softmax(-1, at::kFloat).to(x.scalar_type())};
   if (!balances_) return routing;
@@ -27,9 +28,11 @@ Routing Router::forward(const at::Tensor& x) {
 
 Experts::Experts(const ModelConfig& config, const MakeParameter& make)
     : gate_up_proj(register_parameter("gate_up_proj", make({config.experts, 2 * config.feed_forward, config.dim}))),
-      gate_up_proj_bias(register_parameter("gate_up_proj_bias", make({config.experts, 2 * config.feed_forward}))),
-      down_proj(register_parameter("down_proj", make({config.experts, config.dim, config.feed_forward}))),
-      down_proj_bias(register_parameter("down_proj_bias", make({config.experts, config.dim}))) {}
+      down_proj(register_parameter("down_proj", make({config.experts, config.dim, config.feed_forward}))) {
+  if (!config.expert_biases) return;
+  gate_up_proj_bias = register_parameter("gate_up_proj_bias", make({config.experts, 2 * config.feed_forward}));
+  down_proj_bias = register_parameter("down_proj_bias", make({config.experts, config.dim}));
+}
 
 at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights) {
   const Index tokens = x.size(0);
@@ -45,18 +48,25 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& experts, cons
 
   // unbind, since its backward writes each stacked gradient once; select's would do so once an expert.
   const auto gate_up = gate_up_proj.unbind(0);
-  const auto gate_up_bias = gate_up_proj_bias.unbind(0);
   const auto down = down_proj.unbind(0);
-  const auto down_bias = down_proj_bias.unbind(0);
+  const auto biases = [](const at::Tensor& stacked) {
+    return stacked.defined() ? stacked.unbind(0) : std::vector<at::Tensor>(0);
+  };
+  const auto gate_up_bias = biases(gate_up_proj_bias);
+  const auto down_bias = biases(down_proj_bias);
+  const auto linear = [](const at::Tensor& rows, const at::Tensor& weight, const std::vector<at::Tensor>& bias,
+                         std::size_t expert) {
+    return bias.empty() ? at::linear(rows, weight) : at::linear(rows, weight, bias[expert]);
+  };
   std::vector<at::Tensor> outputs;
   Index first = 0;
   for (std::size_t expert = 0; expert < gate_up.size(); ++expert) {
     const Index count = counts[static_cast<Index>(expert)].item<Index>();
     if (count == 0) continue;
-    const at::Tensor hidden = at::linear(sorted.narrow(0, first, count), gate_up[expert], gate_up_bias[expert]);
+    const at::Tensor hidden = linear(sorted.narrow(0, first, count), gate_up[expert], gate_up_bias, expert);
     const at::Tensor gated =
         at::silu(hidden.narrow(-1, 0, feed_forward)) * hidden.narrow(-1, feed_forward, feed_forward);
-    outputs.push_back(at::linear(gated, down[expert], down_bias[expert]));
+    outputs.push_back(linear(gated, down[expert], down_bias, expert));
     first += count;
   }
   const at::Tensor by_choice = at::cat(outputs).index_select(0, order.argsort()).reshape({tokens, choices, -1});
@@ -90,14 +100,14 @@ std::pair<at::Tensor, std::optional<at::Tensor>> MoeLayer::forward(const at::Ten
 }
 
 MoeDecoder::MoeDecoder(const ModelConfig& config, const MakeParameter& make) : config_(config) {
-  const auto rotary = std::make_shared<RotaryTable>(config.dim / config.heads, config.rope_theta);
+  const auto rotary = std::make_shared<RotaryTable>(config.dim_of_head(), config.rope_theta);
   embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
   for (Index i = 0; i < config.layers; ++i) {
     layers.push_back(list->register_module(std::to_string(i), std::make_shared<MoeLayer>(config, rotary, make)));
   }
   norm = register_module("norm", std::make_shared<RmsNorm>(config.dim, config.norm_eps, make));
-  lm_head = register_module("lm_head", std::make_shared<Linear>(config.dim, config.vocabulary, make));
+  lm_head = register_module("lm_head", make_head(config, *embed_tokens, make));
 }
 
 std::pair<at::Tensor, std::optional<at::Tensor>> MoeDecoder::run(const at::Tensor& tokens) {

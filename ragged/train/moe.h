@@ -8,6 +8,7 @@
 //   mlp.experts.gate_up_proj_bias, .down_proj_bias        the same: [experts, out]
 //
 // Left out: attention sinks and biases, sliding windows, and the clamp in the activation (this one is plain SwiGLU).
+// Without expert_biases the mathematics are Mixtral's, with one tensor for all experts. hf_names.h has both ways there.
 #pragma once
 
 #include <memory>
@@ -37,7 +38,7 @@ class Router : public torch::nn::Module {
   Routing forward(const at::Tensor& x);
 
   at::Tensor weight;  // [experts, dim]
-  at::Tensor bias;    // [experts]
+  at::Tensor bias;    // [experts]; undefined without expert_biases, as are those below
 
  private:
   Index experts_per_token_;

@@ -1,6 +1,7 @@
 #include "ragged/train/optimizer_setup.h"
 
 #include <algorithm>
+#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -105,7 +106,9 @@ optim::OptimizerSpec optimizer_spec(const Config& config) {
 
 ParamChoices resolve_optimizers(const Config& config, const torch::nn::Module& model) {
   std::vector<optim::ParamFacts> facts;
+  std::set<const c10::TensorImpl*> seen;
   for (const auto& parameter : model.named_parameters()) {
+    if (!seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;  // tied: under its first name
     facts.push_back({parameter.key(), parameter.value().sizes().vec()});
   }
   const auto choices = optim::resolve(config.optimizer.kind, config.optimizer.rules, facts);
