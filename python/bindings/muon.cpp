@@ -81,6 +81,7 @@ void bind_muon(py::module_& module) {
           py::arg("num_steps"), py::arg("ns_dtype"), py::arg("wire_dtype"), py::arg("share_replicas"),
           py::arg("buckets_in_flight"), py::arg("shard"), py::arg("replicate"))
       .def("step", &step, py::call_guard<py::gil_scoped_release>())
+      .def("set_momentum", &optim::MuonPlan::set_momentum)
       .def(
           "matrices",
           [](const optim::MuonPlan& plan) {

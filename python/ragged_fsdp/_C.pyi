@@ -120,6 +120,7 @@ class MuonPlan:
         shard: Communicator,
         replicate: Communicator,
     ) -> None: ...
+    def set_momentum(self, momentum: float) -> None: ...
     def step(
         self,
         params: Sequence[Tensor],

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "ragged/base/error.h"
 #include "ragged/comm/same_value.h"
@@ -16,6 +16,10 @@ namespace ragged::optim {
 namespace {
 
 using layout::Interval;
+
+void check_momentum(double momentum) {
+  RAGGED_CHECK(momentum >= 0.0 && momentum < 1.0, "[muon] Expected momentum in [0, 1), but got {}.", momentum);
+}
 
 void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
   if (group.size() == 1) return;
@@ -56,16 +60,21 @@ struct MuonPlan::Impl {
   struct Bucket {
     std::vector<Member> members;
     MatrixExchange exchange;
-    // kShare: sizes of what each replica's ranks contribute, and where a member's piece lies among them.
+    // kShare: sizes of what other replicas' ranks contribute, and where a member's piece lies among them.
     std::vector<Index> shared_counts;
     std::vector<Index> shared_offsets;
+  };
+  // What a bucket on its way needs, as large as the largest asks for. A step makes as many as are ever in flight, gives
+  // them from bucket to bucket, and lets go of them at its end: forward and backward need the memory.
+  struct Slot {
+    at::Tensor held;    // pieces of cut matrices: directions there, updates back
+    at::Tensor rooted;  // cut matrices of this root, likewise
   };
   // A bucket on its way.
   struct Flight {
     const Bucket* bucket = nullptr;
-    at::Tensor held{};                // pieces of cut matrices: directions, later updates
-    at::Tensor rooted{};              // cut matrices of this root
-    at::Tensor returned{};            // what comes back
+    at::Tensor held{};
+    at::Tensor rooted{};
     std::vector<at::Tensor> local{};  // by member: the whole matrix where this rank holds all of it
     comm::Work work{};
   };
@@ -86,7 +95,9 @@ struct MuonPlan::Impl {
   void make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces);
   void share_out(Bucket& bucket) const;
 
-  Flight pack(const Bucket& bucket, std::span<const MuonPiece> pieces, double grad_scale) const;
+  void check_gradients(std::span<const MuonPiece> pieces) const;
+  std::vector<Slot> make_slots(const at::Tensor& like) const;
+  Flight pack(const Bucket& bucket, const Slot& slot, std::span<const MuonPiece> pieces, double grad_scale) const;
   void compute(Flight& flight) const;
   void finish(Flight& flight, std::span<const MuonPiece> pieces) const;
   at::Tensor exchange_replicas(const Flight& flight) const;
@@ -140,7 +151,7 @@ void MuonPlan::Impl::share_out(Bucket& bucket) const {
   for (int replica = 0; replica < replicate.size(); ++replica) {
     const Index begin = offset;
     for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-      if (matrices[bucket.members[i].matrix].replica != replica) continue;
+      if (bucket.members[i].is_mine || matrices[bucket.members[i].matrix].replica != replica) continue;
       bucket.shared_offsets[i] = offset;
       offset += bucket.members[i].piece.size();
     }
@@ -152,24 +163,71 @@ at::Tensor MuonPlan::Impl::orthogonalised(const at::Tensor& whole, const MuonMat
   return newton_schulz(whole.view({m.rows, m.cols}), set, math.newton_schulz).to(math.wire_dtype).reshape({-1});
 }
 
+// With RAGGED_CHECK=1 only, since it is a collective more. All ranks of both groups see the flags of all, and so throw
+// alike.
+void MuonPlan::Impl::check_gradients(std::span<const MuonPiece> pieces) const {
+  at::Tensor flags = at::empty({std::ssize(pieces)}, at::kByte);
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    flags.mutable_data_ptr<std::uint8_t>()[i] = pieces[i].grad.defined() ? 1 : 0;
+  for (const comm::Communicator* group : {&shard, &replicate}) {
+    if (group->size() == 1 || !group->checks_order()) continue;
+    const at::Tensor send = flags.repeat({group->size()}).to(group->device());
+    const at::Tensor all = at::empty_like(send);
+    const std::vector<Index> counts(static_cast<std::size_t>(group->size()), flags.numel());
+    group->all_to_all(send, all, counts, counts, "muon gradients").wait();
+    flags = all.cpu();
+  }
+  const auto* has_grad = flags.const_data_ptr<std::uint8_t>();
+  const auto ranks = static_cast<std::size_t>(flags.numel()) / pieces.size();  // shard group within replicas
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    std::vector<std::size_t> without;
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      if (!has_grad[rank * pieces.size() + i]) without.push_back(rank);
+    }
+    RAGGED_CHECK(
+        without.empty() || without.size() == ranks,
+        "[muon] Expected a gradient of a parameter on all ranks or on none, but got none on ranks {} of {} (param "
+        "'{}'). Give zeros where a rank has none.",
+        fmt::join(without, ", "), ranks, params[i].name);
+  }
+}
+
+std::vector<MuonPlan::Impl::Slot> MuonPlan::Impl::make_slots(const at::Tensor& like) const {
+  Index held = 0;
+  Index rooted = 0;
+  for (const Bucket& bucket : buckets) {
+    held = std::max(held, bucket.exchange.held_numel());
+    rooted = std::max(rooted, bucket.exchange.rooted_numel());
+  }
+  const auto options = at::TensorOptions().dtype(math.wire_dtype).device(like.device());
+  std::vector<Slot> slots;
+  const std::size_t in_flight = 2 * static_cast<std::size_t>(movement.buckets_in_flight) + 1;
+  for (std::size_t i = 0; i < std::min(in_flight, buckets.size()); ++i)
+    slots.push_back({.held = at::empty({held}, options), .rooted = at::empty({rooted}, options)});
+  return slots;
+}
+
 MuonPlan::Impl::Flight MuonPlan::Impl::pack(
-    const Bucket& bucket, std::span<const MuonPiece> pieces, double grad_scale) const {
-  const auto options = at::TensorOptions().dtype(math.wire_dtype).device(pieces.front().param.device());
-  Flight flight{.bucket = &bucket};
-  flight.held = at::zeros({bucket.exchange.held_numel()}, options);
-  flight.rooted = at::empty({bucket.exchange.rooted_numel()}, options);
+    const Bucket& bucket, const Slot& slot, std::span<const MuonPiece> pieces, double grad_scale) const {
+  Flight flight{
+      .bucket = &bucket,
+      .held = slot.held.narrow(0, 0, bucket.exchange.held_numel()),
+      .rooted = slot.rooted.narrow(0, 0, bucket.exchange.rooted_numel())};
   flight.local.resize(bucket.members.size());
   for (std::size_t i = 0; i < bucket.members.size(); ++i) {
     const Member& member = bucket.members[i];
     const MuonMatrix& m = matrices[member.matrix];
     const MuonPiece& piece = pieces[static_cast<std::size_t>(m.param)];
-    if (member.piece.empty() || !piece.grad.defined()) continue;
+    if (member.piece.empty()) continue;
     const Index size = member.piece.size();
     at::Tensor out;
     if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
       out = flight.held.narrow(0, offset, size);
-    } else {
-      out = at::empty({size}, options);
+      if (!piece.grad.defined()) out.zero_();
+    }
+    if (!piece.grad.defined()) continue;
+    if (!out.defined()) {
+      out = at::empty({size}, flight.held.options());
       if (member.is_mine) flight.local[i] = out;  // else another replica orthogonalises it
     }
     muon_pack_pass(
@@ -187,41 +245,37 @@ void MuonPlan::Impl::compute(Flight& flight) const {
       flight.local[i] = orthogonalised(flight.local[i], matrices[bucket.members[i].matrix]);
   }
   flight.work.wait();
-  const at::Tensor results = at::empty_like(flight.rooted);
   for (std::size_t i = 0; i < bucket.members.size(); ++i) {
     const MuonMatrix& m = matrices[bucket.members[i].matrix];
     if (m.is_local || !bucket.members[i].is_mine || m.root != shard.rank()) continue;
-    bucket.exchange.disassemble(orthogonalised(bucket.exchange.assemble(flight.rooted, i), m), results, i);
+    bucket.exchange.disassemble(orthogonalised(bucket.exchange.assemble(flight.rooted, i), m), flight.rooted, i);
   }
-  flight.rooted = results;
-  flight.returned = at::empty_like(flight.held);
-  flight.work = bucket.exchange.to_holders(flight.rooted, flight.returned);
+  flight.work = bucket.exchange.to_holders(flight.rooted, flight.held);
 }
 
 // The same rank of every replica holds the same pieces: each sends those of its own matrices to all the others. Returns
-// all of them, by shared_offsets.
+// what the others sent, by shared_offsets.
 at::Tensor MuonPlan::Impl::exchange_replicas(const Flight& flight) const {
   const Bucket& bucket = *flight.bucket;
-  const auto self = static_cast<std::size_t>(replicate.rank());
-  const Index mine = bucket.shared_counts[self];
   std::vector<at::Tensor> own;
   for (std::size_t i = 0; i < bucket.members.size(); ++i) {
     const Member& member = bucket.members[i];
     if (!member.is_mine || member.piece.empty()) continue;
     const Index offset = bucket.exchange.held_offset(i);
     if (offset >= 0) {
-      own.push_back(flight.returned.narrow(0, offset, member.piece.size()));
+      own.push_back(flight.held.narrow(0, offset, member.piece.size()));
     } else {
       own.push_back(
           flight.local[i].defined() ? flight.local[i] : at::zeros({member.piece.size()}, flight.held.options()));
     }
   }
   const at::Tensor section = own.empty() ? at::empty({0}, flight.held.options()) : at::cat(own);
-  const at::Tensor send = section.repeat({replicate.size()});
+  const at::Tensor send = section.repeat({replicate.size() - 1});
   Index total = 0;
   for (const Index count : bucket.shared_counts) total += count;
   const at::Tensor shared = at::empty({total}, flight.held.options());
-  const std::vector<Index> send_counts(bucket.shared_counts.size(), mine);
+  std::vector<Index> send_counts(bucket.shared_counts.size(), section.numel());
+  send_counts[static_cast<std::size_t>(replicate.rank())] = 0;
   replicate.all_to_all(send, shared, send_counts, bucket.shared_counts, "muon replicas").wait();
   return shared;
 }
@@ -237,10 +291,10 @@ void MuonPlan::Impl::finish(Flight& flight, std::span<const MuonPiece> pieces) c
     if (member.piece.empty() || !piece.grad.defined()) continue;
     const Index size = member.piece.size();
     at::Tensor update = flight.local[i];
-    if (shares()) {
+    if (!member.is_mine) {
       update = shared.narrow(0, bucket.shared_offsets[i], size);
     } else if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
-      update = flight.returned.narrow(0, offset, size);
+      update = flight.held.narrow(0, offset, size);
     }
     muon_apply_pass(
         piece.param.narrow(0, member.in_param, size), update, 1.0 - piece.lr * piece.weight_decay,
@@ -252,8 +306,7 @@ MuonPlan::MuonPlan(
     std::vector<MuonParam> params, const MuonMath& math, const MuonMovement& movement, comm::Communicator shard,
     comm::Communicator replicate)
     : impl_(std::make_unique<Impl>()) {
-  RAGGED_CHECK(
-      math.momentum >= 0.0 && math.momentum < 1.0, "[muon] Expected momentum in [0, 1), but got {}.", math.momentum);
+  check_momentum(math.momentum);
   RAGGED_CHECK(
       math.wire_dtype == at::kFloat || math.wire_dtype == at::kBFloat16,
       "[muon] Expected a wire dtype of fp32 or bf16, but got {}.", c10::toString(math.wire_dtype));
@@ -295,19 +348,27 @@ void MuonPlan::step(std::span<const MuonPiece> pieces, const StepScale& scale) {
         param.name, impl_->shard.rank(), impl_->shard.size());
   }
   if (scale.skip || pieces.empty()) return;
+  impl_->check_gradients(pieces);
   // [Note: one step] in the header: so many buckets are packed ahead of the one that computes, and as many are on their
   // way back.
   const auto ahead = static_cast<std::size_t>(impl_->movement.buckets_in_flight);
+  const std::vector<Impl::Slot> slots = impl_->make_slots(pieces.front().param);
   std::vector<Impl::Flight> flights;
   const std::size_t count = impl_->buckets.size();
   for (std::size_t tick = 0; tick < count + 2 * ahead; ++tick) {
-    if (tick < count) flights.push_back(impl_->pack(impl_->buckets[tick], pieces, scale.grad));
+    if (tick < count)
+      flights.push_back(impl_->pack(impl_->buckets[tick], slots[tick % slots.size()], pieces, scale.grad));
     if (tick >= ahead && tick - ahead < count) impl_->compute(flights[tick - ahead]);
     if (tick >= 2 * ahead && tick - 2 * ahead < count) {
       impl_->finish(flights[tick - 2 * ahead], pieces);
       flights[tick - 2 * ahead] = {};
     }
   }
+}
+
+void MuonPlan::set_momentum(double momentum) {
+  check_momentum(momentum);
+  impl_->math.momentum = momentum;
 }
 
 const std::vector<MuonParam>& MuonPlan::params() const {

@@ -89,8 +89,11 @@ class MuonPlan {
   /// One step; `pieces` in the order of the parameters. Collective, without host synchronisation on a CUDA device:
   /// over the shard group twice a bucket that has cut matrices, over the replicate group once a bucket with kShare.
   /// Ranks must agree on which gradients are undefined, also of parameters that they hold nothing of: a rank that
-  /// leaves one out contributes zeros to its matrices.
+  /// leaves one out contributes zeros to its matrices, unless RAGGED_CHECK=1 (CommOptions::check_order), which makes
+  /// that an InvalidArgument on all ranks, naming parameter and ranks, before anything changes.
   void step(std::span<const MuonPiece> pieces, const StepScale& scale = {});
+  /// Of the steps to come, for a warm-up of the momentum. Ranks must agree. Throws InvalidArgument outside [0, 1).
+  void set_momentum(double momentum);
 
   const std::vector<MuonParam>& params() const;
   const std::vector<MuonMatrix>& matrices() const;

@@ -1,7 +1,10 @@
 #include "ragged/optim/newton_schulz.h"
 
+#include <algorithm>
 #include <cfloat>
+#include <charconv>
 #include <cmath>
+#include <optional>
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -66,6 +69,21 @@ NewtonSchulzSet first_of(const Steps& steps, int num_steps, double norm_factor) 
   return set;
 }
 
+// "a, b, c" as numbers; nothing else.
+std::optional<std::array<double, 3>> own_coefficients(std::string_view text) {
+  std::array<double, 3> abc{};
+  for (std::size_t i = 0; i < abc.size(); ++i) {
+    text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), abc[i]);
+    if (error != std::errc() || !std::isfinite(abc[i])) return std::nullopt;
+    text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+    const bool is_last = i + 1 == abc.size();
+    if (is_last ? !text.empty() : !text.starts_with(',')) return std::nullopt;
+    if (!is_last) text.remove_prefix(1);
+  }
+  return abc;
+}
+
 // Operands as the dtype has them, in a dtype that a CPU multiplies well: bf16 there is fp32 that is rounded after each
 // operation.
 struct Arithmetic {
@@ -115,8 +133,10 @@ NewtonSchulzSet newton_schulz_set(std::string_view name, int num_steps) {
   if (name == "you") return first_of(you_steps(), count, 1.0);
   if (name == "polar_express") return polar_express(count);
   if (name == "cushioned") return first_of(cushioned_steps(), count, 1.02);
+  if (const auto own = own_coefficients(name)) return {.steps = Steps(static_cast<std::size_t>(count), *own)};
   RAGGED_CHECK(
-      name == "deepseek_v4", "[newton_schulz] Expected the coefficients to be one of {}, but got '{}'.",
+      name == "deepseek_v4",
+      "[newton_schulz] Expected the coefficients to be one of {}, or three numbers 'a, b, c', but got '{}'.",
       fmt::join(newton_schulz_names(), ", "), name);
   NewtonSchulzSet set{.steps = Steps(8, kKeller)};
   set.steps.insert(set.steps.end(), 2, {2.0, -1.5, 0.5});

@@ -19,7 +19,8 @@ struct NewtonSchulzSet {
 /// Names of the sets, in the order of the documentation.
 std::vector<std::string> newton_schulz_names();
 /// `num_steps` 0: the set's own number. Throws InvalidArgument for an unknown name, saying which there are, and for a
-/// number of steps that the set has no coefficients for.
+/// number of steps that the set has no coefficients for. Coefficients of one's own are a name too: "a, b, c" are every
+/// step's.
 ///   keller         5, any number          Jordan et al., 2024: a band around 1, steep at 0
 ///   you            5, at most 5           ends closer to 1
 ///   polar_express  5, any number          arXiv 2505.16932, with safety factor 1.01

@@ -79,8 +79,17 @@ TEST(NewtonSchulz, bfloat16_stays_near_double_precision) {
   EXPECT_GT((rough.to(at::kDouble) - exact).abs().max().item<double>(), 1e-4);  // it was rounded
 }
 
+TEST(NewtonSchulz, takes_coefficients_of_ones_own) {
+  const auto own = newton_schulz_set("3.4445, -4.7750,2.0315", 7);
+  EXPECT_EQ(own.steps, newton_schulz_set("keller", 7).steps);
+  EXPECT_EQ(own.norm_factor, 1.0);
+  EXPECT_EQ(newton_schulz_set("1e-3,2, 0.1").steps.size(), 5u);
+}
+
 TEST(NewtonSchulz, refuses_what_there_is_not) {
   EXPECT_THROW(newton_schulz_set("jordan"), InvalidArgument);
+  for (const char* text : {"1, 2", "1, 2, 3, 4", "1, 2, 3,", "1; 2; 3", "1, 2, x", "1, 2, inf", ", 1, 2", "", " "})
+    EXPECT_THROW(newton_schulz_set(text), InvalidArgument) << text;
   EXPECT_THROW(newton_schulz_set("you", 6), InvalidArgument);
   EXPECT_THROW(newton_schulz_set("deepseek_v4", 5), InvalidArgument);
   EXPECT_THROW(check({.dtype = at::kHalf}), InvalidArgument);

@@ -58,8 +58,9 @@ def stepped(optimizer, steps=5, first=0):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": False, "momentum": 0.8}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "ns_steps": 3}],
-)
+    [{}, {"nesterov": False, "momentum": 0.8}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "ns_steps": 3},
+     {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8}],
+)  # fmt: skip
 @pytest.mark.parametrize("world", [1, 3])
 def test_twenty_steps_equal_those_of_torch_in_fp32(monkeypatch, options, world):
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonalised)
@@ -223,7 +224,8 @@ def test_mistakes_raise_at_construction():
         ([matrix], {"adjust_lr_fn": "spectral"}, "'original' or 'match_rms_adamw'"),
         ([matrix], {"eps": 1e-8}, "there is nothing for it to do"),
         ([matrix], {"ns_coefficients": "kellr"}, "kellr"),
-        ([matrix], {"ns_coefficients": (1.0, 2.0, 3.0)}, "name of a set"),
+        ([matrix], {"ns_coefficients": (1.0, 2.0)}, "name of a set or three numbers"),
+        ([matrix], {"ns_coefficients": (1.0, 2.0, float("nan"))}, "name of a set or three numbers"),
         ([matrix], {"momentum": 1.0}, r"momentum in \[0, 1\)"),
         ([matrix], {"replicas": "both"}, "'repeat' or 'share'"),
         ([matrix], {"wire_dtype": torch.float16}, "wire_dtype float32 or bfloat16"),
@@ -260,7 +262,13 @@ def test_schedulers_may_change_rate_and_momentum():
     params, others = plain_parameters(MATRICES), plain_parameters(MATRICES)
     mine, other = Muon(params, momentum=0.5), Muon(others, momentum=0.9)
     mine.param_groups[0]["momentum"], mine.param_groups[0]["lr"] = 0.9, other.param_groups[0]["lr"]
+    plans = mine._plans_of(0)
     assert_same_bits(everything(stepped(mine)), everything(stepped(other)))
+    assert mine._plans_of(0) is plans, "a schedule of the momentum costs no plan, which would be a collective"
+    mine.param_groups[0]["momentum"] = 1.0
+    with pytest.raises(ValueError, match=r"momentum in \[0, 1\)"):
+        mine.step()
+    mine.param_groups[0]["momentum"] = 0.9
     scheduler = torch.optim.lr_scheduler.StepLR(mine, 1, gamma=0.1)
     mine.step(), scheduler.step()
     assert math.isclose(mine.param_groups[0]["lr"], 1e-4)

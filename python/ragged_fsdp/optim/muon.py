@@ -6,6 +6,7 @@ interface, the groups, and the states.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class Muon(ShardedOptimizer):
     params: groups with `algorithm="muon"` (the default) hold parameters of two dims and more, the last two being the
         matrix; those with `algorithm="adamw"` hold the rest and get AdamW in the same step, with this optimizer's lr
         and weight_decay unless they have their own. muon_groups() makes both from a model's named parameters.
-    ns_coefficients: a name ("keller", "you", "polar_express", "cushioned", "deepseek_v4") or Keller's (a, b, c).
+    ns_coefficients: a name ("keller", "you", "polar_express", "cushioned", "deepseek_v4") or (a, b, c) for all steps.
     ns_steps: None is the set's own number.
     adjust_lr_fn: None and "original" scale updates by sqrt(max(1, rows / columns)), "match_rms_adamw" by
         0.2 sqrt(max(rows, columns)) (Moonlight), which shares lr and weight decay with AdamW.
@@ -156,7 +157,7 @@ class Muon(ShardedOptimizer):
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             refuse(self.operation, "adjust_lr_fn None, 'original' or 'match_rms_adamw'", repr(group["adjust_lr_fn"]),
                    "Fold another factor into the lr of a group.")  # fmt: skip
-        _set_name(group["ns_coefficients"])
+        _check_coefficients(group["ns_coefficients"])
         if group["eps"] != EPS:
             refuse(self.operation, f"eps {EPS}", group["eps"], "It has nothing to do here: leave it out.")
 
@@ -197,7 +198,7 @@ class Muon(ShardedOptimizer):
         """(plan, its parameters) of a group, one for each set of ranks that shard together. Made once, and again after
         an option that is part of it has changed; collective then."""
         group = self.param_groups[position]
-        key = (group["momentum"], group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"],
+        key = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"],
                tuple(group["params"]))  # fmt: skip
         known = self._plans.get(position)
         if known is None or not _same(known[0], key):
@@ -237,7 +238,7 @@ class Muon(ShardedOptimizer):
             momentum=float(group["momentum"]),
             nesterov=bool(group["nesterov"]),
             scale=group["adjust_lr_fn"] or "original",
-            coefficients=_set_name(group["ns_coefficients"]),
+            coefficients=_as_text(group["ns_coefficients"]),
             num_steps=group["ns_steps"] or 0,
             ns_dtype=dtype,
             wire_dtype=wire,
@@ -287,6 +288,7 @@ class Muon(ShardedOptimizer):
             grads.append(None if param.grad is None else local_of(param.grad).reshape(-1))
             buffer = state.get("momentum_buffer")
             momenta.append(local_of(buffer).reshape(-1) if buffer is not None else torch.zeros_like(flat))
+        plan.set_momentum(float(group["momentum"]))
         plan.step(values, grads, momenta, float(group["lr"]), float(group["weight_decay"]), scale)
         for local, flat in late:
             local.copy_(flat.view(local.shape))
@@ -307,13 +309,16 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[:-1] == b[:-1] and len(a[-1]) == len(b[-1]) and all(p is q for p, q in zip(a[-1], b[-1]))
 
 
-def _set_name(coefficients: Any) -> str:
+def _as_text(coefficients: Any) -> str:
+    return coefficients if isinstance(coefficients, str) else ", ".join(repr(float(number)) for number in coefficients)
+
+
+def _check_coefficients(coefficients: Any) -> None:
     if isinstance(coefficients, str):
-        return coefficients
-    if tuple(coefficients) == KELLER:
-        return "keller"
-    refuse("Muon", f"ns_coefficients to be the name of a set or {KELLER}", tuple(coefficients),
-           "Sets are keller, you, polar_express, cushioned and deepseek_v4.")  # fmt: skip
+        return  # C++ knows the names
+    numbers = tuple(coefficients)
+    if len(numbers) != 3 or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        refuse("Muon", "ns_coefficients to be the name of a set or three numbers", numbers, "Correct the option.")
 
 
 def _held(param: torch.Tensor, name: str, flatten: bool) -> _Held:
