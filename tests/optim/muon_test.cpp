@@ -255,6 +255,59 @@ TEST(MuonPlan, bytes_on_the_wire_are_those_of_cut_pieces_twice_in_bf16) {
   EXPECT_GT(mean, 0.0);
 }
 
+// Two replicas of two ranks: what one computes for the other crosses once, and nothing goes to itself.
+TEST(MuonPlan, replicas_that_share_send_each_update_once) {
+  run_ranks(4, [](comm::World& world) {
+    const auto groups = world.groups(MeshShape{2, 2}.mesh());
+    std::vector<MuonParam> params;
+    std::vector<MuonPiece> pieces;
+    for (int i = 0; i < 4; ++i) {
+      params.push_back({.name = fmt::format("w{}", i), .shape = {8, 8}, .held = {{0, 32}, {32, 64}}});
+      pieces.push_back({.param = at::ones({32}), .grad = at::ones({32}), .momentum = at::zeros({32})});
+    }
+    MuonPlan plan(params, exact(), {.replicas = MuonReplicas::kShare}, groups.shard, groups.replicate);
+    const auto before = groups.replicate.traffic();
+    plan.step(pieces);
+    EXPECT_EQ(groups.replicate.traffic().all_to_alls - before.all_to_alls, 1);
+    EXPECT_EQ(groups.replicate.traffic().all_to_all_bytes - before.all_to_all_bytes, 2 * 32 * 4);
+  });
+}
+
+// Rank 1 leaves a gradient out. Without the check its rows of w1 count as zeros; with it nobody moves.
+TEST(MuonPlan, ranks_that_disagree_on_missing_gradients_are_told_so_under_check) {
+  for (const MeshShape mesh : {MeshShape{1, 3}, MeshShape{2, 2}}) {
+    comm::WorldOptions options = quick();
+    options.comm.check_order = true;
+    run_ranks(
+        mesh.size(),
+        [&](comm::World& world) {
+          const auto groups = world.groups(mesh.mesh());
+          const int ranks = mesh.shard;
+          std::vector<MuonParam> params;
+          std::vector<MuonPiece> pieces;
+          for (int i = 0; i < 3; ++i) {
+            MuonParam param{.name = fmt::format("w{}", i), .shape = {ranks, 4}};
+            for (int rank = 0; rank < ranks; ++rank) param.held.push_back({rank * 4, (rank + 1) * 4});
+            params.push_back(param);
+            pieces.push_back({.param = at::ones({4}), .grad = at::ones({4}), .momentum = at::zeros({4})});
+          }
+          MuonPlan plan(params, exact(), {}, groups.shard, groups.replicate);
+          if (world.rank() == 1) pieces[1].grad = at::Tensor();
+          const Index before = groups.shard.traffic().all_to_all_bytes;
+          EXPECT_INVALID(plan.step(pieces), "ranks 1 of ");
+          EXPECT_INVALID(plan.step(pieces), "'w1'");
+          const Index flags = 2 * 3 * (ranks - 1);  // two tries
+          EXPECT_EQ(groups.shard.traffic().all_to_all_bytes - before, flags);
+          for (const MuonPiece& piece : pieces) EXPECT_TRUE(at::equal(piece.param, at::ones({4})));
+          pieces[1].grad = at::zeros({4});
+          plan.step(pieces);
+          for (MuonPiece& piece : pieces) piece.grad = at::Tensor();
+          plan.step(pieces);
+        },
+        options);
+  }
+}
+
 TEST(MuonPlan, refuses_what_it_cannot_do_before_anything_travels) {
   const at::Tensor vector = at::zeros({5});
   EXPECT_INVALID(MuonPlan({whole("a_norm", vector)}, {}, {}, {}), "a_norm");

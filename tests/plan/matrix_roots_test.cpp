@@ -248,12 +248,13 @@ std::vector<RootMatrix> matrices_of(const Inventory& model, int world_size, Cut 
   int bucket = 0;
   for (const InventoryUnit& unit : model.units) {
     Index begin = 0;
+    const Index bucket_numel = unit.numel();
     for (const InventoryTensor& tensor : unit.tensors) {
       const Index numel = tensor.numel();
       if (is_muons(tensor)) {
         const Index cols = tensor.shape.back();
         const Index rows = tensor.shape[tensor.shape.size() - 2];
-        const auto held = even_cut(begin, numel, cut == Cut::kRows ? cols : rows * cols, unit.numel(), world_size);
+        const auto held = even_cut(begin, numel, cut == Cut::kRows ? cols : rows * cols, bucket_numel, world_size);
         for (Index start = 0; start < numel; start += rows * cols) {
           matrices.push_back(
               {.cost = newton_schulz_cost(rows, cols, 5),
