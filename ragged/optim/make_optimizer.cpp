@@ -41,6 +41,13 @@ std::unique_ptr<Optimizer> make_part(
     };
     return std::make_unique<Muon>(root, std::move(options));
   }
+  if (kind == "soap") {
+    SoapOptions options = prepared(spec.soap);
+    options.row_ranges = [choices](const buffer::ShardedTensor& parameter) {
+      return ranges_of_rows(choices->at(parameter.name).splits);
+    };
+    return std::make_unique<Soap>(root, std::move(options));
+  }
   throw InternalError("[optimizer] " + std::string(kind) + " has no constructor.");
 }
 

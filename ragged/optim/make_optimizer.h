@@ -10,6 +10,7 @@
 #include "ragged/optim/muon.h"
 #include "ragged/optim/optimizer.h"
 #include "ragged/optim/param_rules.h"
+#include "ragged/optim/soap.h"
 
 namespace ragged::optim {
 
@@ -21,6 +22,7 @@ struct OptimizerSpec {
   AdamWOptions adamw = {};
   AdamW8bitOptions adamw8bit = {};
   MuonOptions muon = {};
+  SoapOptions soap = {};
 };
 
 /// Name and global shape of what the tree holds, in its order.

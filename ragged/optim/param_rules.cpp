@@ -14,10 +14,10 @@
 namespace ragged::optim {
 namespace {
 
-constexpr std::string_view kKinds[] = {"adamw", "adamw8bit", "muon"};
+constexpr std::string_view kKinds[] = {"adamw", "adamw8bit", "muon", "soap"};
 
 bool is_matrix_optimizer(std::string_view kind) {
-  return kind == "muon";
+  return kind == "muon" || kind == "soap";
 }
 
 void check_kind(std::string_view kind, std::string_view where) {
@@ -90,7 +90,7 @@ void check_choice(const ParamChoice& choice, const ParamFacts& param) {
   if (choice.splits.empty()) return;
   RAGGED_CHECK(
       is_matrix_optimizer(choice.kind),
-      "[optimizer] Expected splits on a parameter of muon, but it goes to {} (param '{}'). Take splits out of "
+      "[optimizer] Expected splits on a parameter of muon or soap, but it goes to {} (param '{}'). Take splits out of "
       "the rule, or give it a kind.",
       choice.kind, param.name);
   const Index rows = param.shape[static_cast<std::size_t>(dims - 2)];

@@ -82,6 +82,18 @@ optim::MuonOptions muon_options(const Config& config) {
   return options;
 }
 
+optim::SoapOptions soap_options(const Config& config) {
+  optim::SoapOptions options;
+  options.weight_decay = config.optimizer.weight_decay;
+  options.math.beta1 = config.optimizer.betas.at(0);
+  options.math.beta2 = config.optimizer.betas.at(1);
+  options.math.eps = config.optimizer.eps;
+  options.math.precondition_frequency = config.optimizer.precondition_frequency;
+  options.math.max_precondition_dim = config.optimizer.max_precondition_dim;
+  options.math.wire_dtype = parse_scalar_type(config.optimizer.wire_dtype);
+  return options;
+}
+
 // Without a rule's word, by name and global shape.
 bool has_tiles(const optim::ParamChoice& choice, const std::string& name, const std::vector<Index>& shape) {
   if (choice.kind != "adamw8bit") return false;
@@ -101,7 +113,8 @@ optim::OptimizerSpec optimizer_spec(const Config& config) {
       .lr = config.train.lr,
       .adamw = adamw_options(config),
       .adamw8bit = adamw8bit_options(config),
-      .muon = muon_options(config)};
+      .muon = muon_options(config),
+      .soap = soap_options(config)};
 }
 
 ParamChoices resolve_optimizers(const Config& config, const torch::nn::Module& model) {

@@ -17,6 +17,7 @@ constexpr Index kFp32 = 4;
 
 // Of the elements `owned` of one parameter.
 Index state_bytes(const optim::OptimizerRow& row, layout::Interval owned) {
+  if (row.optimizer == "soap") return 0;  // not by elements owned: see soap_bytes()
   const Index numel = owned.size();
   const bool is_adam = row.optimizer.starts_with("adamw");
   const Index moments = is_adam ? 2 : 1;
@@ -27,9 +28,34 @@ Index state_bytes(const optim::OptimizerRow& row, layout::Interval owned) {
   return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size());
 }
 
+// Of the matrices whose root this rank is.
+Index soap_bytes(fsdp::Unit& root, const optim::OptimizerSpec& spec) {
+  const comm::Communicator& shard = root.groups().shard;
+  const auto units = root.units();
+  const auto parameters = root.sharded_parameters();
+  const std::vector<optim::ParamChoice> choices = optim::resolve(spec.kind, spec.rules, optim::param_facts(root));
+  std::vector<optim::MatrixParam> matrices;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (choices[i].kind != "soap") continue;
+    const buffer::ShardedTensor& parameter = parameters[i];
+    const plan::BucketPlan& plan = *units[static_cast<std::size_t>(parameter.unit)]->plan();
+    optim::MatrixParam param{
+        .name = parameter.name,
+        .shape = parameter.shape,
+        .row_ranges = optim::ranges_of_rows(choices[i].splits),
+        .bucket = parameter.unit};
+    for (int rank = 0; rank < shard.size(); ++rank) param.held.push_back(plan.owned(parameter.index, rank));
+    matrices.push_back(std::move(param));
+  }
+  const optim::SoapMath& math = spec.soap.math;
+  const optim::SoapLayout layout = optim::soap_layout(matrices, math, spec.soap.movement.local_limit, shard.size());
+  return kFp32 * optim::soap_state_numel(layout.matrices, math, shard.rank());
+}
+
 }  // namespace
 
-PersistentBytes planned_persistent_bytes(fsdp::Unit& root, std::span<const optim::OptimizerRow> rows) {
+PersistentBytes planned_persistent_bytes(
+    fsdp::Unit& root, std::span<const optim::OptimizerRow> rows, const optim::OptimizerSpec& spec) {
   const int rank = root.groups().shard.rank();
   const auto units = root.units();
   PersistentBytes bytes;
@@ -47,6 +73,7 @@ PersistentBytes planned_persistent_bytes(fsdp::Unit& root, std::span<const optim
     const plan::BucketPlan& plan = *units[static_cast<std::size_t>(parameter.unit)]->plan();
     bytes.optimizer_states += state_bytes(*row->second, plan.owned(parameter.index, rank));
   }
+  bytes.optimizer_states += soap_bytes(root, spec);
   return bytes;
 }
 

@@ -17,6 +17,7 @@
 #include "ragged/train/checkpointing.h"
 #include "ragged/train/device.h"
 #include "ragged/train/evaluate.h"
+#include "ragged/train/hf_load.h"
 #include "ragged/train/language_model.h"
 #include "ragged/train/optimizer_setup.h"
 #include "ragged/train/persistent_bytes.h"
@@ -114,6 +115,7 @@ class Training {
   RunSummary run();
 
  private:
+  std::string load_start();
   void introduce(const std::optional<Resumed>& resumed);
   double validate();
   /// False where a signal asks for a stop.
@@ -138,7 +140,8 @@ class Training {
   std::optional<RunCheckpoints> checkpoints_;
   std::optional<Reporter> report_;
   RunProgress progress_;
-  StepMetrics metrics_;  // of the last step, as are the next two
+  std::string start_from_;  // a line on whose weights these are
+  StepMetrics metrics_;     // of the last step, as are the next two
   StepBytes measured_;
   PersistentBytes held_;
 };
@@ -173,6 +176,7 @@ RunSummary Training::run() {
   // Before anything is written, so that a checkpoint that doesn't fit leaves the run as it was.
   const std::optional<Resumed> resumed = checkpoints_->resume();
   if (resumed) progress_ = resumed->progress;
+  if (!resumed && !config_.model.from.empty()) start_from_ = load_start();
   metrics_.skipped = progress_.skipped;
   introduce(resumed);
   if (progress_.step >= steps_) {
@@ -183,6 +187,13 @@ RunSummary Training::run() {
     if (!step(i)) return summary();
   }
   return finish();
+}
+
+// Weights of others in the place of the random ones.
+std::string Training::load_start() {
+  std::string line = load_hf_weights(world_.all(), config_.model, root_->sharded_parameters());
+  root_->mark_parameters_changed();
+  return line;
 }
 
 void Training::introduce(const std::optional<Resumed>& resumed) {
@@ -196,6 +207,7 @@ void Training::introduce(const std::optional<Resumed>& resumed) {
     return;
   }
   if (!config_.checkpoint.resume.empty()) report_->say("no checkpoint to resume from yet: from the beginning");
+  if (!start_from_.empty()) report_->say(start_from_);
   progress_.initial_val_loss = validate();
   report_->say(fmt::format("validation loss before training: {:.4f}", progress_.initial_val_loss));
 }
@@ -303,7 +315,7 @@ RunSummary Training::finish() {
   RunSummary summary = this->summary();
   summary.planned =
       to_step_bytes(root_->forecast(static_cast<int>(config_.train.accumulate), config_.train.sync_each_micro_batch));
-  summary.planned.persistent_bytes = planned_persistent_bytes(*root_, optimizer_->table());
+  summary.planned.persistent_bytes = planned_persistent_bytes(*root_, optimizer_->table(), optimizer_spec(config_));
   summary.measured = measured_;
   summary.measured.persistent_bytes = held_;
   summary.measured.padding_bytes = measure_padding(*root_, compute_.dtype);
