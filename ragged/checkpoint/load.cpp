@@ -25,25 +25,25 @@ void store(const at::Tensor& local, Index offset_bytes, Bytes bytes) {
   local.view(at::kByte).narrow(0, offset_bytes, count).copy_(source);
 }
 
-}  // namespace
-
-LoadReport load(
-    const comm::Communicator& all, const fs::path& folder, const std::vector<Item>& items, const LoadOptions& options) {
+LoadReport load_into(
+    const comm::Communicator& all, const fs::path& folder, const std::function<std::vector<Part>()>& make_parts,
+    const LoadOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   const at::NoGradGuard no_grad;
+  std::vector<Part> parts;
   std::optional<Checkpoint> checkpoint;
   std::optional<ReadPlan> plan;
   agree(all, [&] {
-    check_items(items);
+    parts = make_parts();
+    check_parts(parts);
     checkpoint = Checkpoint::open(folder);
     if (options.check) options.check(checkpoint->index());
-    plan.emplace(*checkpoint, read_pieces(items), options.allow_unused);
+    plan.emplace(*checkpoint, read_pieces(parts), options.allow_unused);
     if (options.verify_first) plan->verify();
   });
   agree(all, [&] {
-    plan->read([&](std::size_t piece, Index offset, Bytes bytes) {
-      store(items[piece].tensor.local.detach(), offset, bytes);
-    });
+    plan->read(
+        [&](std::size_t piece, Index offset, Bytes bytes) { store(parts[piece].local.detach(), offset, bytes); });
   });
 
   LoadReport report{.step = checkpoint->index().step, .world_size = checkpoint->index().world_size};
@@ -55,6 +55,20 @@ LoadReport load(
   report.read_bytes = plan->read_bytes();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;
+}
+
+}  // namespace
+
+LoadReport load(
+    const comm::Communicator& all, const fs::path& folder, const std::vector<Item>& items, const LoadOptions& options) {
+  return load_into(
+      all, folder, [&] { return parts_of(items, all.rank()); }, options);
+}
+
+LoadReport load(
+    const comm::Communicator& all, const fs::path& folder, const std::vector<Part>& parts, const LoadOptions& options) {
+  return load_into(
+      all, folder, [&] { return parts; }, options);
 }
 
 std::optional<fs::path> find_checkpoint(

@@ -40,6 +40,11 @@ LoadReport load(
     const comm::Communicator& all, const std::filesystem::path& folder, const std::vector<Item>& items,
     const LoadOptions& options = {});
 
+/// The same into parts.
+LoadReport load(
+    const comm::Communicator& all, const std::filesystem::path& folder, const std::vector<Part>& parts,
+    const LoadOptions& options = {});
+
 /// What to resume from, decided by rank 0: "auto" is the newest complete checkpoint below `root`, if there is one; a
 /// path is a step's folder, or a folder of steps, of which the newest complete one is taken. `skipped` gets, on rank 0,
 /// a line for each damaged one that was passed over. Collective. Throws CheckpointError for a path without checkpoints.

@@ -61,13 +61,18 @@ void read_chunk(
       to_hex(piece.checksums[number]), chunk.size(), offset, to_hex(found), piece.tensor, file.path().string());
 }
 
-// Each element of `wanted` (flat) is in one of the boxes, and in one only.
-void check_cover(
-    const TensorInfo& info, std::span<const Checkpoint::Place> places, layout::Interval wanted,
-    const fs::path& folder) {
+// A stored box against what a rank wants of the tensor.
+std::vector<Run> runs_into(const ReadPiece& piece, layout::Box box) {
+  for (std::size_t d = 0; piece.within && d < box.offset.size(); ++d) box.offset[d] -= piece.within->offset[d];
+  return runs(piece.within ? piece.within->size : piece.shape, box, piece.owned);
+}
+
+// Each element that is wanted is in one of the boxes, and in one only.
+void check_cover(const ReadPiece& wanted_piece, std::span<const Checkpoint::Place> places, const fs::path& folder) {
+  const layout::Interval wanted = wanted_piece.owned;
   std::vector<layout::Interval> parts;
   for (const Checkpoint::Place& place : places) {
-    for (const Run& run : runs(info.shape, place.piece->box, wanted)) {
+    for (const Run& run : runs_into(wanted_piece, place.piece->box)) {
       parts.push_back({run.target, run.target + run.count});
     }
   }
@@ -75,13 +80,14 @@ void check_cover(
   Index end = 0;
   for (const layout::Interval& part : parts) {
     RAGGED_CHECKPOINT_CHECK(
-        part.begin == end, "[checkpoint] Expected each element of tensor '{}' once, but {} is {} ('{}').", info.name,
-        wanted.begin + std::min(part.begin, end), part.begin > end ? "missing" : "there twice", folder.string());
+        part.begin == end, "[checkpoint] Expected each element of tensor '{}' once, but {} is {} ('{}').",
+        wanted_piece.name, wanted.begin + std::min(part.begin, end), part.begin > end ? "missing" : "there twice",
+        folder.string());
     end = part.end;
   }
   RAGGED_CHECKPOINT_CHECK(
       end == wanted.size(), "[checkpoint] Expected each element of tensor '{}' once, but {} is missing ('{}').",
-      info.name, wanted.begin + end, folder.string());
+      wanted_piece.name, wanted.begin + end, folder.string());
 }
 
 }  // namespace
@@ -158,7 +164,8 @@ std::vector<Run> runs(std::span<const Index> shape, const layout::Box& box, layo
     if (!common) continue;
     // Dims from `inner` on lie next to each other in the box and in the tensor; one run takes them and dim inner - 1.
     std::size_t inner = dims;
-    while (inner > 0 && common->size[inner - 1] == shape[inner - 1]) --inner;
+    const auto is_whole = [&](std::size_t d) { return common->size[d] == shape[d] && box.size[d] == shape[d]; };
+    while (inner > 0 && is_whole(inner - 1)) --inner;
     const std::size_t outer = inner == 0 ? 0 : inner - 1;
     Index count = 1;
     for (std::size_t d = outer; d < dims; ++d) count *= common->size[d];
@@ -235,10 +242,10 @@ ReadPlan::ReadPlan(const Checkpoint& checkpoint, std::vector<ReadPiece> pieces, 
 void ReadPlan::add(std::size_t i) {
   const ReadPiece& piece = pieces_[i];
   const std::span<const Checkpoint::Place> places = checkpoint_->places(piece.name);
-  check_cover(*checkpoint_->find(piece.name), places, piece.owned, checkpoint_->folder());
+  check_cover(piece, places, checkpoint_->folder());
   const Index item = dtype_bytes(piece.dtype);
   for (const Checkpoint::Place& place : places) {
-    std::vector<Run> found = runs(piece.shape, place.piece->box, piece.owned);
+    std::vector<Run> found = runs_into(piece, place.piece->box);
     if (!found.empty()) sources_.push_back({place.file, place.piece, i, item, std::move(found)});
   }
   wanted_bytes_ += piece.owned.size() * item;
@@ -306,14 +313,19 @@ Index ReadPlan::read_bytes() const {
 
 // --- all of it ---
 
-void verify(const Checkpoint& checkpoint, const std::function<void(Index bytes)>& progress) {
+void check_complete(const Checkpoint& checkpoint) {
   for (const TensorInfo& info : checkpoint.index().tensors) {
     const auto places = checkpoint.places(info.name);
     RAGGED_CHECKPOINT_CHECK(
         !places.empty(), "[checkpoint] Expected tensor '{}' in some file, but it is in none ('{}').", info.name,
         checkpoint.folder().string());
-    check_cover(info, places, {0, checked_product(info.shape)}, checkpoint.folder());
+    const ReadPiece all{.name = info.name, .shape = info.shape, .owned = {0, checked_product(info.shape)}};
+    check_cover(all, places, checkpoint.folder());
   }
+}
+
+void verify(const Checkpoint& checkpoint, const std::function<void(Index bytes)>& progress) {
+  check_complete(checkpoint);
   std::vector<std::byte> buffer;
   for (const Manifest& manifest : checkpoint.manifests()) {
     for (const StoredFile& stored : manifest.files) {

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -55,7 +56,8 @@ struct ReadPiece {
   std::string dtype{};  // nothing is ever cast
   std::vector<Index> shape{};
   std::string format{};
-  layout::Interval owned{};
+  layout::Interval owned{};             // flat, of `within`
+  std::optional<layout::Box> within{};  // a part of the tensor; none: all of it
 };
 
 /// `count` elements from `source` of a stored box are those from `target` of a wanted interval.
@@ -66,7 +68,8 @@ struct Run {
   friend bool operator==(const Run&, const Run&) = default;
 };
 
-/// The elements of `owned` (flat, of a tensor of this shape) that lie in `box`, in ascending order of both places.
+/// The elements of `owned` (flat, of a tensor of this shape) that lie in `box`, in ascending order of both places. The
+/// box may stick out of the tensor.
 std::vector<Run> runs(std::span<const Index> shape, const layout::Box& box, layout::Interval owned);
 
 /// Told which bytes of a wanted interval have come. In any order, each byte once.
@@ -105,6 +108,9 @@ class ReadPlan {
   std::vector<Source> sources_;  // by file, then by place in it
   Index wanted_bytes_ = 0;
 };
+
+/// Throws CheckpointError for a tensor whose boxes don't fill it exactly once; reads no tensor.
+void check_complete(const Checkpoint& checkpoint);
 
 /// Reads a whole checkpoint: every checksum, every header against what the manifest says of it, and that each tensor's
 /// boxes fill it once. Throws CheckpointError for the first thing that is wrong. `progress` hears of bytes.

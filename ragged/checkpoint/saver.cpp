@@ -13,6 +13,7 @@
 #include "ragged/checkpoint/agree.h"
 #include "ragged/checkpoint/check.h"
 #include "ragged/checkpoint/file.h"
+#include "ragged/comm/same_value.h"
 
 namespace ragged::checkpoint {
 namespace {
@@ -30,16 +31,21 @@ Bytes bytes_in(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
+// Of what all ranks must agree on: not where their parts lie.
+std::uint64_t hash_of(CheckpointIndex index) {
+  for (TensorInfo& info : index.tensors) info.placement.clear();
+  return checksum(as_bytes(to_json(index)));
+}
+
 }  // namespace
 
 // Outlives the Saver where its thread hangs.
 struct Saver::Job {
   std::filesystem::path folder;
   int rank = 0;
-  Index chunk_bytes = 0;
+  SaverOptions options;
   CheckpointIndex index;  // without the ranks' checksums
   std::map<std::string, std::string> texts;
-  std::function<void(const SaveProgress&)> on_progress;
   std::vector<WritePiece> pieces;
   std::vector<at::Tensor> tensors;  // the caller's, or our copies
   Index total_bytes = 0;
@@ -67,9 +73,9 @@ struct Saver::Job {
       };
       const auto count = [this](Index bytes) {
         written_bytes += bytes;
-        if (on_progress) on_progress(progress());
+        if (options.on_progress) options.on_progress(progress());
       };
-      sum = write_rank_files(folder, rank, pieces, fetch, texts, chunk_bytes, count);
+      sum = write_rank_files(folder, rank, pieces, fetch, texts, options.chunk_bytes, count);
     } catch (...) {
       caught = std::current_exception();
     }
@@ -101,29 +107,50 @@ Saver::~Saver() {
 }
 
 std::optional<SaveReport> Saver::start(Index step, const State& state) {
+  return begin(step, [&] {
+    return RankState{
+        .parts = parts_of(state.tensors, all_.rank()), .facts = state.facts, .rank_texts = state.rank_texts};
+  });
+}
+
+std::optional<SaveReport> Saver::start(Index step, const RankState& state) {
+  return begin(step, [&] { return state; });
+}
+
+std::optional<SaveReport> Saver::begin(Index step, const std::function<RankState()>& make_state) {
   std::optional<SaveReport> before;
   if (job_) before = finish();
 
   const at::NoGradGuard no_grad;
   auto job = std::make_shared<Job>();
+  RankState state;
+  std::uint64_t hash = 0;
   agree(all_, [&] {
-    check_items(state.tensors);
+    RAGGED_CHECK(step >= 0, "[save] Expected a step of at least 0, but got {}.", step);
+    state = make_state();
+    check_parts(state.parts);
     job->folder = folders_.temporary(step);
     job->rank = all_.rank();
-    job->chunk_bytes = options_.chunk_bytes;
+    job->options = options_;
     job->index = {.step = step, .world_size = all_.size(), .chunk_bytes = options_.chunk_bytes};
-    job->index.tensors = infos_of(state.tensors);
+    job->index.tensors = infos_of(state.parts);
     job->index.facts = state.facts;
     job->texts = state.rank_texts;
-    job->on_progress = options_.on_progress;
-    job->pieces = write_pieces(state.tensors, all_.rank());
+    job->pieces = write_pieces(state.parts);
     job->total_bytes = bytes_of(job->pieces);
-    static_cast<void>(to_json(job->index));  // facts that can't be written are an error now
+    hash = hash_of(job->index);  // facts that can't be written are an error now
+  });
+  RAGGED_CHECK(
+      comm::is_same_on_all(all_, hash, "checkpoint"),
+      "[save] Expected the same step, tensors and facts on all ranks, but they differ. Give what belongs to one rank "
+      "as "
+      "its own text (rank_texts; rank_extra in Python).");
+  agree(all_, [&] {
     if (all_.rank() == 0) folders_.begin(step);
   });
 
-  for (std::size_t i = 0; i < state.tensors.size(); ++i) {
-    const at::Tensor local = state.tensors[i].tensor.local.detach();
+  for (std::size_t i = 0; i < state.parts.size(); ++i) {
+    const at::Tensor local = state.parts[i].local.detach();
     const bool is_staged = options_.async && !job->pieces[i].owned.empty();
     // to() copies from a device; on the CPU it wouldn't.
     job->tensors.push_back(!is_staged ? local : local.is_cpu() ? local.clone() : local.cpu());
@@ -167,7 +194,7 @@ SaveReport Saver::save(Index step, const State& state) {
 void Saver::wait_for_writers() {
   for (bool is_waiting = true; is_waiting;) {
     const bool is_done = job_->wait_for(kRound);
-    const bool is_late = !is_done && Clock::now() - job_->start > options_.timeout;
+    const bool is_late = !is_done && Clock::now() - job_->start > job_->options.timeout;
     // Who still writes, and who for too long: by rank + 1.
     const at::Tensor worst =
         at::tensor({is_done ? 0 : all_.rank() + 1, is_late ? all_.rank() + 1 : 0}, at::kLong).to(all_.device());
@@ -179,7 +206,7 @@ void Saver::wait_for_writers() {
         "[save] Expected rank {} of {} to write its part of '{}' in {:.0f} s, but it still does. Is the disk slow or "
         "gone? "
         "The checkpoint is given up.",
-        late - 1, all_.size(), job_->folder.string(), static_cast<double>(options_.timeout.count()) / 1000.0);
+        late - 1, all_.size(), job_->folder.string(), static_cast<double>(job_->options.timeout.count()) / 1000.0);
     is_waiting = agreed[0].item<std::int64_t>() != 0;
   }
   if (job_->thread.joinable()) job_->thread.join();
@@ -203,7 +230,8 @@ void Saver::publish(SaveReport& report) {
       job_->index.manifest_checksums.push_back(static_cast<std::uint64_t>(values[rank].item<std::int64_t>()));
     }
     write_file(job_->folder / kIndexFile, to_json(job_->index));
-    folders_.publish(job_->index.step, options_.keep);
+    check_complete(Checkpoint::open(job_->folder));  // or ranks didn't agree on who writes what
+    folders_.publish(job_->index.step, job_->options.keep);
   });
 }
 

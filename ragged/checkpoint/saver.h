@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "ragged/checkpoint/publish.h"
 #include "ragged/checkpoint/state.h"
@@ -58,12 +59,15 @@ class Saver {
   Saver& operator=(const Saver&) = delete;
 
   const CheckpointFolders& folders() const { return folders_; }
+  /// For what begins from now on.
+  void set_options(SaverOptions options) { options_ = std::move(options); }
 
   /// Begins a checkpoint; first finishes the one before (back-pressure), whose report it returns. Synchronous: returns
   /// when this rank's files are on the disk. Asynchronous: when its tensors are copied. Collective. Throws
   /// InvalidArgument for a state that can't be saved and CheckpointError where the folder can't be made, alike on all
-  /// ranks; what goes wrong in writing is reported by finish().
+  /// ranks, or for lists and facts that differ between ranks; what goes wrong in writing is reported by finish().
   std::optional<SaveReport> start(Index step, const State& state);
+  std::optional<SaveReport> start(Index step, const RankState& state);
   /// Begun, and not finished yet.
   bool is_busy() const { return job_ != nullptr; }
   /// This rank has nothing left to write (or failed to): finish() won't wait for it.
@@ -78,6 +82,7 @@ class Saver {
 
  private:
   struct Job;
+  std::optional<SaveReport> begin(Index step, const std::function<RankState()>& state);
   void wait_for_writers();
   void publish(SaveReport& report);
   void fail();

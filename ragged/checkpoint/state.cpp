@@ -86,12 +86,8 @@ std::string stored_dtype(at::ScalarType type) {
 }
 
 void check_items(const std::vector<Item>& items) {
-  std::set<std::string> names;
   for (const Item& item : items) {
     const buffer::ShardedTensor& tensor = item.tensor;
-    RAGGED_CHECK(
-        names.insert(item.name).second, "[checkpoint] Expected tensors of different names, but got '{}' twice.",
-        item.name);
     static_cast<void>(stored_dtype(tensor.dtype));
     RAGGED_CHECK(
         std::ranges::all_of(tensor.placements, is_flat) && tensor.placements.size() == tensor.mesh.dims().size(),
@@ -99,53 +95,89 @@ void check_items(const std::vector<Item>& items) {
         "Redistribute the tensor first.",
         describe(tensor), item.name);
     RAGGED_CHECK(
-        tensor.local.dim() == 1 && tensor.local.is_contiguous() && tensor.local.scalar_type() == tensor.dtype &&
-            tensor.local.numel() == tensor.owned.size() && tensor.owned.begin >= 0 &&
-            tensor.owned.end <= std::max<Index>(tensor.owned.begin, checked_product(tensor.shape)),
-        "[checkpoint] Expected the {} elements [{}, {}) of a tensor of shape [{}] in a contiguous 1-D tensor of {}, "
-        "but "
-        "got {} of {} (param '{}').",
-        tensor.owned.size(), tensor.owned.begin, tensor.owned.end, fmt::join(tensor.shape, ", "),
-        c10::toString(tensor.dtype), tensor.local.numel(), c10::toString(tensor.local.scalar_type()), item.name);
+        tensor.local.scalar_type() == tensor.dtype,
+        "[checkpoint] Expected a local tensor of {}, but got {} (param '{}').", c10::toString(tensor.dtype),
+        c10::toString(tensor.local.scalar_type()), item.name);
   }
 }
 
-std::vector<TensorInfo> infos_of(const std::vector<Item>& items) {
-  std::vector<TensorInfo> infos;
+std::vector<Part> parts_of(const std::vector<Item>& items, int rank) {
+  check_items(items);
+  std::vector<Part> parts;
   for (const Item& item : items) {
-    infos.push_back(
-        {.name = item.name,
-         .dtype = stored_dtype(item.tensor.dtype),
-         .shape = item.tensor.shape,
-         .format = item.format,
-         .placement = describe(item.tensor)});
+    parts.push_back(
+        {.info =
+             {.name = item.name,
+              .dtype = stored_dtype(item.tensor.dtype),
+              .shape = item.tensor.shape,
+              .format = item.format,
+              .placement = describe(item.tensor)},
+         .local = item.tensor.local,
+         .owned = item.tensor.owned,
+         .writes = is_first(item.tensor, rank, false),
+         .announces_empty = is_first(item.tensor, rank, true)});
   }
+  return parts;
+}
+
+void check_parts(const std::vector<Part>& parts) {
+  std::set<std::string> names;
+  for (const Part& part : parts) {
+    const TensorInfo& info = part.info;
+    RAGGED_CHECK(
+        names.insert(info.name).second, "[checkpoint] Expected tensors of different names, but got '{}' twice.",
+        info.name);
+    bool is_inside = true;
+    if (part.within) {
+      const auto& [offset, size] = *part.within;
+      is_inside = offset.size() == info.shape.size() && size.size() == info.shape.size();
+      for (std::size_t d = 0; is_inside && d < info.shape.size(); ++d) {
+        is_inside = offset[d] >= 0 && size[d] >= 0 && offset[d] + size[d] <= info.shape[d];
+      }
+    }
+    const Index numel = is_inside ? checked_product(part.within ? part.within->size : info.shape) : 0;
+    const layout::Interval owned = part.owned;
+    RAGGED_CHECK(
+        is_inside && part.local.dim() == 1 && part.local.is_contiguous() &&
+            stored_dtype(part.local.scalar_type()) == info.dtype && part.local.numel() == owned.size() &&
+            owned.begin >= 0 && owned.end <= std::max<Index>(owned.begin, numel),
+        "[checkpoint] Expected the {} elements [{}, {}) of a tensor of shape [{}] in a contiguous 1-D tensor of {}, "
+        "but got {} of {} (param '{}').",
+        owned.size(), owned.begin, owned.end, fmt::join(info.shape, ", "), info.dtype, part.local.numel(),
+        c10::toString(part.local.scalar_type()), info.name);
+  }
+}
+
+std::vector<TensorInfo> infos_of(const std::vector<Part>& parts) {
+  std::vector<TensorInfo> infos;
+  for (const Part& part : parts) infos.push_back(part.info);
   return infos;
 }
 
-std::vector<WritePiece> write_pieces(const std::vector<Item>& items, int rank) {
+std::vector<WritePiece> write_pieces(const std::vector<Part>& parts) {
   std::vector<WritePiece> pieces;
-  for (const Item& item : items) {
-    WritePiece piece{
-        .name = item.name,
-        .dtype = stored_dtype(item.tensor.dtype),
-        .shape = item.tensor.shape,
-        .announces_empty = is_first(item.tensor, rank, true)};
-    if (is_first(item.tensor, rank, false)) piece.owned = item.tensor.owned;
-    pieces.push_back(std::move(piece));
+  for (const Part& part : parts) {
+    pieces.push_back(
+        {.name = part.info.name,
+         .dtype = part.info.dtype,
+         .shape = part.info.shape,
+         .owned = part.writes ? part.owned : layout::Interval{},
+         .announces_empty = part.announces_empty,
+         .within = part.within});
   }
   return pieces;
 }
 
-std::vector<ReadPiece> read_pieces(const std::vector<Item>& items) {
+std::vector<ReadPiece> read_pieces(const std::vector<Part>& parts) {
   std::vector<ReadPiece> pieces;
-  for (const Item& item : items) {
+  for (const Part& part : parts) {
     pieces.push_back(
-        {.name = item.name,
-         .dtype = stored_dtype(item.tensor.dtype),
-         .shape = item.tensor.shape,
-         .format = item.format,
-         .owned = item.tensor.owned});
+        {.name = part.info.name,
+         .dtype = part.info.dtype,
+         .shape = part.info.shape,
+         .format = part.info.format,
+         .owned = part.owned,
+         .within = part.within});
   }
   return pieces;
 }

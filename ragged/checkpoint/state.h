@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,24 @@ std::vector<Item> model_items(const std::vector<buffer::ShardedTensor>& paramete
 std::vector<Item> optimizer_items(
     const std::vector<buffer::ShardedTensor>& states, const std::map<std::string, std::string>& formats = {});
 
+/// A rank's part of a tensor, once it is decided who writes what. Items become parts; a front that has tensors of its
+/// own kinds makes them itself.
+struct Part {
+  TensorInfo info{};                    // alike on all ranks, but for the placement
+  at::Tensor local{};                   // 1-D, contiguous: the row-major elements of `owned`
+  layout::Interval owned{};             // flat, of `within`
+  std::optional<layout::Box> within{};  // a part of the tensor; none: all of it
+  bool writes = true;                   // on one of the ranks that hold the same elements
+  bool announces_empty = false;         // says that a tensor without elements exists: on one rank
+};
+
+/// What a rank saves. Facts are equal on all ranks.
+struct RankState {
+  std::vector<Part> parts{};
+  Facts facts{};
+  std::map<std::string, std::string> rank_texts{};  // this rank's own
+};
+
 /// Equal lists on all ranks, but for what each owns.
 struct State {
   std::vector<Item> tensors{};
@@ -40,12 +59,16 @@ struct State {
 /// "BF16"; throws InvalidArgument for a type that safetensors doesn't have.
 std::string stored_dtype(at::ScalarType type);
 
-/// Throws InvalidArgument for two tensors of one name, placements that checkpoints don't know (they take RaggedShard,
-/// Shard(0) and Replicate), or a local tensor that isn't 1-D, contiguous, and as long as what the rank owns.
+/// Throws InvalidArgument for placements that checkpoints don't know (they take RaggedShard, Shard(0) and Replicate),
+/// or a local tensor of another dtype.
 void check_items(const std::vector<Item>& items);
-std::vector<TensorInfo> infos_of(const std::vector<Item>& items);
-/// What `rank` (global) writes: the first replica writes, the others nothing.
-std::vector<WritePiece> write_pieces(const std::vector<Item>& items, int rank);
-std::vector<ReadPiece> read_pieces(const std::vector<Item>& items);
+/// What `rank` (global) holds and writes: the first replica writes, the others nothing. Checks the items.
+std::vector<Part> parts_of(const std::vector<Item>& items, int rank);
+
+/// Throws InvalidArgument for two parts of one name, or a local tensor that isn't as Part says.
+void check_parts(const std::vector<Part>& parts);
+std::vector<TensorInfo> infos_of(const std::vector<Part>& parts);
+std::vector<WritePiece> write_pieces(const std::vector<Part>& parts);
+std::vector<ReadPiece> read_pieces(const std::vector<Part>& parts);
 
 }  // namespace ragged::checkpoint

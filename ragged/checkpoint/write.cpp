@@ -17,7 +17,10 @@ struct Slot {
 };
 
 std::vector<layout::Box> boxes_of(const WritePiece& piece) {
-  std::vector<layout::Box> boxes = layout::boxes(piece.shape, piece.owned);
+  std::vector<layout::Box> boxes = layout::boxes(piece.within ? piece.within->size : piece.shape, piece.owned);
+  for (layout::Box& box : boxes) {
+    for (std::size_t d = 0; piece.within && d < box.offset.size(); ++d) box.offset[d] += piece.within->offset[d];
+  }
   if (piece.announces_empty && checked_product(piece.shape) == 0) {
     boxes = {{std::vector<Index>(piece.shape.size(), 0), piece.shape}};
   }

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,9 +21,10 @@ struct WritePiece {
   std::string name{};
   std::string dtype{};
   std::vector<Index> shape{};  // of the whole tensor
-  layout::Interval owned{};    // of it, flat; empty: this rank writes nothing...
+  layout::Interval owned{};    // flat, of `within`; empty: this rank writes nothing...
   /// ...unless the tensor has no elements at all: then one rank must say that it exists.
   bool announces_empty = false;
+  std::optional<layout::Box> within{};  // a part of the tensor, as tensor parallelism leaves it; none: all of it
 };
 
 /// Bytes of a piece, row-major: owned.size() elements. Called once a piece, in order; the result must live until the

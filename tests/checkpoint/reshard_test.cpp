@@ -64,12 +64,15 @@ std::vector<Run> runs_by_element(std::span<const Index> shape, const layout::Box
     Index rest = source;
     Index flat = 0;
     Index stride = 1;
+    bool is_inside = true;
     for (std::size_t d = shape.size(); d-- > 0;) {
-      flat += (box.offset[d] + rest % box.size[d]) * stride;
+      const Index at = box.offset[d] + rest % box.size[d];
+      is_inside = is_inside && at >= 0 && at < shape[d];
+      flat += at * stride;
       rest /= box.size[d];
       stride *= shape[d];
     }
-    if (!owned.contains(flat)) continue;
+    if (!is_inside || !owned.contains(flat)) continue;
     const Index target = flat - owned.begin;
     if (!result.empty() && result.back().source + result.back().count == source &&
         result.back().target + result.back().count == target) {
@@ -81,21 +84,116 @@ std::vector<Run> runs_by_element(std::span<const Index> shape, const layout::Box
   return result;
 }
 
-TEST(Reshard, runs_are_those_found_element_by_element_for_boxes_that_are_not_contiguous_too) {
+TEST(Reshard, runs_are_those_found_element_by_element_for_boxes_that_stick_out_too) {
   testing::Seeded random(41);
   for (int i = 0; i < 3000; ++i) {
     std::vector<Index> shape;
     for (Index d = random.between(0, 4); d > 0; --d) shape.push_back(random.between(1, 5));
     layout::Box box;
     for (Index size : shape) {
-      box.size.push_back(random.between(1, size));
-      box.offset.push_back(random.between(0, size - box.size.back()));
+      const bool sticks_out = random.between(0, 3) == 0;
+      box.size.push_back(random.between(1, sticks_out ? size + 3 : size));
+      box.offset.push_back(random.between(sticks_out ? -2 : 0, sticks_out ? size : size - box.size.back()));
     }
     const Index numel = checked_product(shape);
     const Index begin = random.between(0, numel);
     const layout::Interval owned{begin, random.between(begin, numel)};
     ASSERT_EQ(runs(shape, box, owned), runs_by_element(shape, box, owned)) << "instance " << i;
   }
+}
+
+// As tensor parallelism leaves it: a box of the tensor a rank, or a flat part of such a box. Box b of `counts` many
+// along the first two dims; rank r of it owns an uneven part.
+std::vector<ReadPiece> boxed_pieces(const WholeTensor& tensor, std::vector<Index> counts, int ranks_a_box) {
+  std::vector<ReadPiece> pieces;
+  const std::vector<Index>& shape = tensor.info.shape;
+  const auto cut = [&](std::size_t dim, Index part) { return shape[dim] * part / counts[dim]; };
+  for (Index i = 0; i < counts[0]; ++i) {
+    for (Index j = 0; j < counts[1]; ++j) {
+      layout::Box box{std::vector<Index>(shape.size(), 0), shape};
+      box.offset[0] = cut(0, i);
+      box.size[0] = cut(0, i + 1) - cut(0, i);
+      box.offset[1] = cut(1, j);
+      box.size[1] = cut(1, j + 1) - cut(1, j);
+      for (int rank = 0; rank < ranks_a_box; ++rank) {
+        pieces.push_back(
+            {.name = tensor.info.name,
+             .dtype = tensor.info.dtype,
+             .shape = shape,
+             .owned = testing::uneven_part(box.numel(), rank, ranks_a_box),
+             .within = box});
+      }
+    }
+  }
+  return pieces;
+}
+
+// The slow twin of `within`: element by element.
+std::vector<std::byte> boxed_values(const WholeTensor& tensor, const ReadPiece& piece) {
+  std::vector<std::byte> values;
+  const Index item = dtype_bytes(piece.dtype);
+  for (Index k = piece.owned.begin; k < piece.owned.end; ++k) {
+    Index rest = k;
+    Index flat = 0;
+    Index stride = 1;
+    for (std::size_t d = piece.shape.size(); d-- > 0;) {
+      flat += (piece.within->offset[d] + rest % piece.within->size[d]) * stride;
+      rest /= piece.within->size[d];
+      stride *= piece.shape[d];
+    }
+    for (Index b = 0; b < item; ++b) values.push_back(tensor.bytes[static_cast<std::size_t>(flat * item + b)]);
+  }
+  return values;
+}
+
+void write_boxed(const std::filesystem::path& folder, const WholeTensor& tensor, const std::vector<ReadPiece>& parts) {
+  CheckpointIndex index{.world_size = static_cast<int>(parts.size()), .chunk_bytes = 16};
+  index.tensors = {tensor.info};
+  for (int rank = 0; const ReadPiece& part : parts) {
+    const std::vector<std::byte> values = boxed_values(tensor, part);
+    const std::vector<WritePiece> pieces = {
+        {.name = part.name, .dtype = part.dtype, .shape = part.shape, .owned = part.owned, .within = part.within}};
+    index.manifest_checksums.push_back(write_rank_files(
+        folder, rank++, pieces, [&](std::size_t) { return Bytes(values); }, {}, index.chunk_bytes));
+  }
+  write_file(folder / kIndexFile, to_json(index));
+}
+
+TEST(Reshard, parts_of_boxes_are_read_into_parts_of_other_boxes) {
+  const std::vector<std::pair<std::vector<Index>, int>> layouts = {{{1, 1}, 1}, {{1, 1}, 3}, {{2, 1}, 1}, {{1, 3}, 1},
+                                                                   {{1, 2}, 2}, {{2, 2}, 3}, {{5, 4}, 1}};
+  for (const WholeTensor& tensor :
+       {testing::whole_tensor("matrix", "F32", {13, 7}), testing::whole_tensor("stack", "BF16", {3, 5, 4, 2})}) {
+    for (const auto& [saved_counts, saved_ranks] : layouts) {
+      const CheckpointFolder folder;
+      write_boxed(folder.path(), tensor, boxed_pieces(tensor, saved_counts, saved_ranks));
+      const Checkpoint checkpoint = Checkpoint::open(folder.path());
+      verify(checkpoint);
+      for (const auto& [counts, ranks] : layouts) {
+        for (const ReadPiece& piece : boxed_pieces(tensor, counts, ranks)) {
+          const std::vector<std::byte> expected = boxed_values(tensor, piece);
+          std::vector<std::byte> values(expected.size(), std::byte{0xa5});
+          ReadPlan(checkpoint, {piece}).read([&](std::size_t, Index offset, Bytes bytes) {
+            std::ranges::copy(bytes, values.begin() + offset);
+          });
+          EXPECT_EQ(values, expected) << tensor.info.name;
+        }
+      }
+    }
+  }
+}
+
+TEST(Reshard, boxes_that_overlap_or_leave_a_hole_are_found) {
+  const WholeTensor tensor = testing::whole_tensor("w", "F32", {4, 6});
+  std::vector<ReadPiece> parts = boxed_pieces(tensor, {2, 3}, 1);
+  parts[1].within->offset[1] = 1;
+  const CheckpointFolder overlapping;
+  write_boxed(overlapping.path(), tensor, parts);
+  EXPECT_CHECKPOINT_ERROR(check_complete(Checkpoint::open(overlapping.path())), "there twice");
+  parts.erase(parts.begin() + 1);
+  const CheckpointFolder holed;
+  write_boxed(holed.path(), tensor, parts);
+  EXPECT_CHECKPOINT_ERROR(check_complete(Checkpoint::open(holed.path())), "is missing");
 }
 
 class Mismatch : public ::testing::Test {
