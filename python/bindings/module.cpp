@@ -11,6 +11,7 @@ namespace {
 void bind_errors(py::module_& module) {
   const auto base = py::register_exception<Error>(module, "RaggedError", PyExc_RuntimeError);
   py::register_exception<CommError>(module, "CommError", base.ptr());
+  py::register_exception<CheckpointError>(module, "CheckpointError", base.ptr());
   py::register_exception<InternalError>(module, "InternalError", base.ptr());
   auto invalid = py::reinterpret_steal<py::object>(PyErr_NewException(
       "ragged_fsdp._C.InvalidArgument", py::make_tuple(base, py::handle(PyExc_ValueError)).ptr(), nullptr));
@@ -41,4 +42,5 @@ PYBIND11_MODULE(_C, module) {
   ragged::python::bind_fsdp(module);
   ragged::python::bind_optim(module);
   ragged::python::bind_muon(module);
+  ragged::python::bind_checkpoint(module);
 }

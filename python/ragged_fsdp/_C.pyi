@@ -27,6 +27,9 @@ class RaggedError(RuntimeError):
 class CommError(RaggedError):
     """A collective failed or timed out: a rank is lost or stalled."""
 
+class CheckpointError(RaggedError):
+    """A checkpoint is missing, damaged, or doesn't fit; or it can't be written."""
+
 class InternalError(RaggedError):
     """A mistake of the library's."""
 
@@ -141,6 +144,97 @@ class MuonPlan:
     @property
     def loads(self) -> list[float]:
         """Cost by rank, in floating-point operations."""
+
+# ---- checkpoint.cpp ----
+
+def agree(all: Communicator, problem: str | None, is_invalid: bool) -> None:
+    """Raises on all ranks what `problem` says on some, as InvalidArgument or CheckpointError. Collective."""
+
+def broadcast_text(all: Communicator, text: str, root: int) -> str:
+    """The text that rank `root` has, on every rank. Collective."""
+
+def stored_dtype(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype: "BF16"."""
+
+class CheckpointPart:
+    """Elements [begin, end) of a tensor of this shape, or of the box (offset, size) of it that `within` is: their
+    memory, 1-D and contiguous, and whether this rank writes them."""
+
+    def __init__(
+        self,
+        name: str,
+        local: Tensor,
+        shape: Sequence[int],
+        begin: int,
+        end: int,
+        within: tuple[Sequence[int], Sequence[int]] | None,
+        writes: bool,
+        announces_empty: bool,
+        format: str,
+        placement: str,
+    ) -> None: ...
+
+class CheckpointSaver:
+    """Writes the checkpoints of one run."""
+
+    def __init__(self, all: Communicator, root: str) -> None: ...
+    def start(
+        self,
+        step: int,
+        parts: Sequence[CheckpointPart],
+        texts: dict[str, str],
+        integers: dict[str, int],
+        rank_texts: dict[str, str],
+        keep: int,
+        is_async: bool,
+        timeout_s: float,
+    ) -> None:
+        """Writes this rank's files, or copies its tensors and lets a thread write them. Collective."""
+
+    def finish(self) -> dict[str, Any]:
+        """Waits for all ranks and publishes. Collective."""
+
+    def progress(self) -> tuple[int, int, float]:
+        """(bytes written, bytes in all, seconds) of this rank."""
+
+    @property
+    def is_busy(self) -> bool: ...
+    @property
+    def is_written(self) -> bool: ...
+
+def newest_checkpoint(root: str) -> tuple[str | None, list[str]]:
+    """(folder of the newest complete checkpoint, a line for each damaged one that was passed over)."""
+
+def checkpoint_index(folder: str) -> dict[str, Any]:
+    """step, world_size, tensors (name -> (dtype, shape, format)) and facts."""
+
+def load_checkpoint(
+    all: Communicator, folder: str, parts: Sequence[CheckpointPart], allow_unused: bool, verify_first: bool
+) -> dict[str, Any]:
+    """Fills the parts' memory. Collective."""
+
+def verify_checkpoint(folder: str) -> None:
+    """Reads all of a checkpoint against its checksums."""
+
+class ModelFiles:
+    """Tensors of a folder of safetensors."""
+
+    def __init__(self, folder: str) -> None: ...
+    def names(self) -> list[str]: ...
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """(dtype, shape); None where there is none of this name."""
+
+    def read(self, name: str, stored: torch.dtype, part: CheckpointPart) -> None:
+        """Fills a part's memory from a tensor that is `stored` in this dtype."""
+
+def write_model_files(
+    folder: str,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    dtypes: Sequence[torch.dtype],
+    give: Callable[[int], Tensor],
+    max_file_bytes: int,
+) -> tuple[list[str], int]:
+    """(files, bytes) of a new folder; `give` hands over a whole tensor on the CPU, contiguous, when it is due."""
 
 # ---- fsdp.cpp: groups ----
 

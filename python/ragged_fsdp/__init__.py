@@ -18,7 +18,7 @@ from ragged_fsdp._compat import check_torch
 check_torch()
 
 from ragged_fsdp import _C  # noqa: E402
-from ragged_fsdp._C import CommError, InvalidArgument, RaggedError, initial_values  # noqa: E402
+from ragged_fsdp._C import CheckpointError, CommError, InvalidArgument, RaggedError, initial_values  # noqa: E402
 from ragged_fsdp.blocks import Block, elements, rows, tile, whole  # noqa: E402
 from ragged_fsdp.clip import clip_grad_norm_  # noqa: E402
 from ragged_fsdp.fully_shard import fully_shard  # noqa: E402
@@ -32,11 +32,14 @@ from ragged_fsdp.state_dict import set_model_state_dict, set_optimizer_state_dic
 from ragged_fsdp.summary import forecast, reset_peaks, stats, summary  # noqa: E402
 from ragged_fsdp.tensor import RaggedTensor, distribute_tensor, redistribute  # noqa: E402
 
+from ragged_fsdp import checkpoint  # noqa: E402  (needs the others)
+
 __version__: str = _C.version
 
 __all__ = [
     "Block",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CommError",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -51,6 +54,7 @@ __all__ = [
     "StridedRaggedShard",
     "UnitPlan",
     "UnshardHandle",
+    "checkpoint",
     "clip_grad_norm_",
     "distribute_tensor",
     "elements",

@@ -145,9 +145,21 @@ def communicator_of(mesh: DeviceMesh, dim: int, device: torch.device) -> Any:
     return _communicator(mesh, dim, device, os.environ.get("RAGGED_COLLECTIVES") == "stock")
 
 
+def communicator_of_group(group: dist.ProcessGroup | None) -> Any:
+    """The communicator over a process group, for what isn't laid out on a mesh; None: over this process alone."""
+    if group is None:
+        return _C.Communicator(None, torch.device("cpu"), "alone")
+    on_cuda = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return _communicator_over(group, "all", device, False)
+
+
 def _communicator(mesh: DeviceMesh, dim: int, device: torch.device, stock: bool) -> Any:
-    group = mesh.get_group(dim)
     label = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else ("shard", "replicate")[dim == 0 and mesh.ndim == 2]
+    return _communicator_over(mesh.get_group(dim), label, device, stock)
+
+
+def _communicator_over(group: dist.ProcessGroup, label: str, device: torch.device, stock: bool) -> Any:
     check = os.environ.get("RAGGED_CHECK", "0")
     if check not in ("0", "1"):
         raise _C.InvalidArgument(f"[fully_shard] Expected RAGGED_CHECK to be 0 or 1, but got {check!r}.")

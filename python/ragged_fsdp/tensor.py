@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from ragged_fsdp import flat
-from ragged_fsdp.checkpoint import RaggedCheckpointing
+from ragged_fsdp.dcp import RaggedCheckpointing
 from ragged_fsdp.placement import RaggedShard, foreign_box, invalid, ragged_mesh_dim
 from ragged_fsdp.redistribute import check_placements, cut_local, from_front, make_spec, transfer
 

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks of a RaggedTensor: the boxes of its piece, in the coordinates of the full
+"""What torch.distributed.checkpoint (DCP) asks of a RaggedTensor: the boxes of its piece, in the coordinates of the full
 tensor.
 
 A flat interval of an n-D tensor is at most 2n-1 boxes, each a contiguous slice of the local tensor; saving and
