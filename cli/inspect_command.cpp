@@ -2,15 +2,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
 #include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "open_checkpoint.h"
 #include "output.h"
 #include "ragged/base/text.h"
-#include "ragged/checkpoint/publish.h"
 #include "ragged/checkpoint/read.h"
 
 namespace ragged::cli {
@@ -34,16 +33,6 @@ std::string shortened(std::string text, std::size_t width) {
   std::ranges::replace(text, '\n', ' ');
   if (text.size() > width) text = text.substr(0, width - 3) + "...";
   return text;
-}
-
-// A folder of steps stands for the newest that is complete.
-Checkpoint open(const std::string& folder) {
-  std::error_code error;
-  if (!std::filesystem::exists(std::filesystem::path(folder) / checkpoint::kIndexFile, error)) {
-    const auto newest = checkpoint::CheckpointFolders(folder).newest_complete();
-    if (newest) return Checkpoint::open(*newest);
-  }
-  return Checkpoint::open(folder);
 }
 
 std::string tensor_table(const std::vector<TensorInfo>& tensors) {
@@ -99,7 +88,7 @@ std::string fact_list(const checkpoint::Facts& facts, bool in_full) {
 }  // namespace
 
 void run_inspect(const InspectArguments& arguments) {
-  const Checkpoint checkpoint = open(arguments.folder);
+  const Checkpoint checkpoint = open_checkpoint(arguments.folder);
   const checkpoint::CheckpointIndex& index = checkpoint.index();
   std::size_t files = 0;
   for (const checkpoint::Manifest& manifest : checkpoint.manifests()) files += manifest.files.size();

@@ -7,6 +7,8 @@
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include "export_command.h"
+#include "import_command.h"
 #include "inspect_command.h"
 #include "plan_command.h"
 #include "ragged/base/error.h"
@@ -95,6 +97,25 @@ void add_inspect(CLI::App& app, ragged::cli::InspectArguments& arguments) {
   inspect->callback([&] { ragged::cli::run_inspect(arguments); });
 }
 
+void add_export(CLI::App& app, ragged::cli::ExportArguments& arguments) {
+  CLI::App* command = app.add_subcommand("export", "Write a checkpoint's model as a folder that transformers loads.");
+  command->add_option("DIR", arguments.checkpoint, "a checkpoint, or a folder of them: then the newest")->required();
+  command->add_option("OUT", arguments.out, "the folder to make; nothing is overwritten")->required();
+  command->add_option("--to", arguments.to, "the format: safetensors")->capture_default_str();
+  command->add_option("--dtype", arguments.dtype, "of the weights: keep, fp32 or bf16")->capture_default_str();
+  command->add_option("--max-file-size", arguments.max_file_size, "of one file of weights")->capture_default_str();
+  command->add_option("--tokenizer", arguments.tokenizer, "folder to copy a tokenizer from; default: one for bytes");
+  command->callback([&] { ragged::cli::run_export(arguments); });
+}
+
+void add_import(CLI::App& app, ragged::cli::ImportArguments& arguments) {
+  CLI::App* command = app.add_subcommand(
+      "import", "Check a Hugging Face model, and write a config that `ragged train` starts from it with.");
+  command->add_option("MODEL", arguments.folder, "its folder, with config.json and .safetensors files")->required();
+  command->add_option("CONFIG", arguments.config, "the TOML file to write; default: print it");
+  command->callback([&] { ragged::cli::run_import(arguments); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -121,6 +142,10 @@ int main(int argc, char** argv) {
   add_tune(app, tune);
   ragged::cli::InspectArguments inspect;
   add_inspect(app, inspect);
+  ragged::cli::ExportArguments export_arguments;
+  add_export(app, export_arguments);
+  ragged::cli::ImportArguments import_arguments;
+  add_import(app, import_arguments);
 
   try {
     app.parse(argc, argv);
