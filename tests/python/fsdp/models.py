@@ -96,3 +96,24 @@ class TwoHeads(nn.Module):
         if self.use_second:
             return self.relu(self.first(x)), self.relu(self.second(x))
         return self.relu(self.first(x))
+
+
+class Mixer(nn.Module):
+    """Matrices large enough for 8 bits, whose rows end inside a tile; a stack, a frozen matrix, a tie and an
+    embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 72)
+        self.up, self.down = nn.Linear(72, 104), nn.Linear(104, 72)
+        self.experts = nn.Parameter(0.1 * torch.randn(3, 40, 72))
+        self.frozen = nn.Linear(72, 72, bias=False).requires_grad_(False)
+        self.idle = nn.Linear(72, 72)
+        self.head = nn.Linear(72, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = self.down(torch.relu(self.up(x))) + self.frozen(x)
+        x = x + torch.tanh(x @ self.experts.sum(0).T) @ self.experts[1]
+        return self.head(x)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import TinyLM, next_token_loss
+from models import Mixer, TinyLM, next_token_loss
 from support.optim import assert_same_bits, everything
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,27 +36,6 @@ from ragged_fsdp import fully_shard
 from ragged_fsdp.optim import AdamW, AdamW8bit, tile_rows
 
 pytestmark = pytest.mark.skipif(not OURS, reason="ours alone: the optimizers")
-
-
-class Mixer(nn.Module):
-    """Matrices large enough for 8 bits, whose rows end inside a tile; a stack, a frozen matrix, a tie and an
-    embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(64, 72)
-        self.up, self.down = nn.Linear(72, 104), nn.Linear(104, 72)
-        self.experts = nn.Parameter(0.1 * torch.randn(3, 40, 72))
-        self.frozen = nn.Linear(72, 72, bias=False).requires_grad_(False)
-        self.idle = nn.Linear(72, 72)
-        self.head = nn.Linear(72, 64, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = self.down(torch.relu(self.up(x))) + self.frozen(x)
-        x = x + torch.tanh(x @ self.experts.sum(0).T) @ self.experts[1]
-        return self.head(x)
 
 
 def sharded(units=True, policy=tile_rows, grid=None, **options):
