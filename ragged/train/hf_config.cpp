@@ -79,7 +79,13 @@ class Keys {
 };
 
 std::string architecture_of(const Keys& keys) {
+  static const std::map<std::string, std::string> kByType = {
+      {"llama", "LlamaForCausalLM"},
+      {"mistral", "MistralForCausalLM"},
+      {"mixtral", "MixtralForCausalLM"},
+      {"gpt_oss", "GptOssForCausalLM"}};
   std::string found = keys.text("model_type", "");
+  if (kByType.contains(found)) found = kByType.at(found);
   if (keys.has("architectures") && keys["architectures"].is_array() && !keys["architectures"].empty()) {
     found = JsonNode(keys["architectures"][0], fmt::format("{}: architectures", keys.source()), kOperation).string();
   }

@@ -60,6 +60,7 @@ TEST(Config, every_key_survives_writing_and_reading) {
     if (key.name == "model.dim") config.model.dim = 372;
     if (key.name == "model.heads") config.model.heads = 9;
     if (key.name == "model.kv_heads") config.model.kv_heads = 2;
+    if (key.name == "model.head_dim") config.model.head_dim = 62;
     const std::string written = to_toml(config);
     EXPECT_NE(written, to_toml(parse(""))) << key.name;
     EXPECT_EQ(to_toml(parse(written)), written) << key.name;
@@ -75,6 +76,7 @@ TEST(Config, every_key_can_be_overridden_by_what_it_is_written_as) {
     if (key.name == "model.dim") config.model.dim = 372;
     if (key.name == "model.heads") config.model.heads = 9;
     if (key.name == "model.kv_heads") config.model.kv_heads = 2;
+    if (key.name == "model.head_dim") config.model.head_dim = 62;
     const std::string written = to_toml(config);
     const std::string name(key.name.substr(key.name.find('.') + 1));
     const std::size_t section = written.find("[" + std::string(key.name.substr(0, key.name.find('.'))) + "]");
@@ -213,6 +215,8 @@ TEST(Config, value_out_of_range_says_the_range) {
 TEST(Config, values_that_do_not_go_together_are_refused) {
   expect_in(message("[model]\nheads = 4\nkv_heads = 3\n"), {"model.kv_heads", "4 and 3"});
   expect_in(message("[model]\ndim = 12\nheads = 4\nkv_heads = 4\n"), {"model.dim", "12"});
+  expect_in(message("[model]\ndim = 12\nheads = 4\nkv_heads = 4\nhead_dim = 5\n"), {"model.head_dim", "5"});
+  EXPECT_NO_THROW(parse("[model]\ndim = 12\nheads = 4\nkv_heads = 4\nhead_dim = 6\n"));
 }
 
 TEST(Config, checkpoints_have_limits) {
