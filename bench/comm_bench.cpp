@@ -45,6 +45,11 @@ void compare(Rank& rank, Index image_bytes) {
       {[&] { compat::all_gather(group, image, own)->wait(); },
        [&] { automatic.all_gather(segments, image, "bench").wait(); },
        [&] { stock.all_gather(segments, image, "bench").wait(); },
+       [&] { automatic.all_gather(segments, image, "bench", shard).wait(); },
+       [&] {
+         image.narrow(0, automatic.rank() * shard.numel(), shard.numel()).copy_(shard);
+         automatic.all_gather(segments, image, "bench").wait();
+       },
        [&] {
          std::vector<compat::WorkPtr> works;
          for (int root = 0; root < world_size; ++root) {
@@ -61,9 +66,11 @@ void compare(Rank& rank, Index image_bytes) {
        [&] { automatic.reduce_scatter(args, "bench").wait(); }, [&] { stock.reduce_scatter(args, "bench").wait(); }});
   if (!rank.is_first()) return;
   fmt::print(
-      "{:>5} {:>9} KiB {:>9} KiB | {:>10.0f} {:>6.2f} {:>6.2f} {:>10.2f} | {:>10.0f} {:>6.2f} {:>6.2f}\n", world_size,
-      image_bytes >> 10, (image_bytes / world_size) >> 10, gather[0], gather[1] / gather[0], gather[2] / gather[0],
-      gather[3] / gather[0], reduce[0], reduce[1] / reduce[0], reduce[2] / reduce[0]);
+      "{:>5} {:>9} KiB {:>9} KiB | {:>10.0f} {:>6.2f} {:>6.2f} {:>10.2f} {:>7.2f} {:>8.2f} | {:>10.0f} {:>6.2f} "
+      "{:>6.2f}\n",
+      world_size, image_bytes >> 10, (image_bytes / world_size) >> 10, gather[0], gather[1] / gather[0],
+      gather[2] / gather[0], gather[5] / gather[0], gather[3] / gather[0], gather[4] / gather[0], reduce[0],
+      reduce[1] / reduce[0], reduce[2] / reduce[0]);
   std::fflush(stdout);
 }
 
@@ -73,7 +80,9 @@ void compare(Rank& rank, Index image_bytes) {
 int main(int argc, char** argv) {
   const ragged::Index largest = (argc > 1 ? std::atol(argv[1]) : 64) << 20;
   fmt::print("raw: microseconds of the c10d call; the rest: time over raw (below 1 is faster)\n");
-  fmt::print("world         image         slice | all-gather   auto  stock broadcasts | reduce-sc.   auto  stock\n");
+  fmt::print(
+      "world         image         slice | all-gather   auto  stock broadcasts scatter copy+auto | reduce-sc.   auto  "
+      "stock\n");
   for (const int world_size : {2, 4}) {
     ragged::bench::run_rank_threads(world_size, [&](ragged::bench::Rank& rank) {
       for (ragged::Index bytes = 4 << 10; bytes <= largest; bytes *= 2) ragged::bench::compare(rank, bytes);

@@ -135,6 +135,7 @@ py::dict stats_of(const Runtime& runtime) {
   py::dict stats;
   stats["cast_in"] = bytes.cast_in;
   stats["cast_grad"] = bytes.cast_grad;
+  stats["in_place"] = bytes.in_place;
   stats["added"] = bytes.added;
   stats["zeroed"] = bytes.zeroed;
   stats["copied"] = bytes.copied;

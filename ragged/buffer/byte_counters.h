@@ -9,6 +9,7 @@ namespace ragged::buffer {
 struct ByteCounters {
   Index cast_in = 0;    // masters into this rank's ranges of an image
   Index cast_grad = 0;  // gradients into their slots of a reduce buffer
+  Index in_place = 0;   // no copy: gradients that operations computed in their slots (fsdp/gradients_in_place.h)
   Index added = 0;      // gradients and shards added to what was there
   Index zeroed = 0;     // slots without gradient, padding
   Index copied = 0;     // anything else: a foreign .grad, values brought in at construction don't count
@@ -16,6 +17,7 @@ struct ByteCounters {
   ByteCounters& operator+=(const ByteCounters& b) {
     cast_in += b.cast_in;
     cast_grad += b.cast_grad;
+    in_place += b.in_place;
     added += b.added;
     zeroed += b.zeroed;
     copied += b.copied;

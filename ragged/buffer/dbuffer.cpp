@@ -98,7 +98,10 @@ at::Tensor DBuffer::tensor(int param) const {
 
 void DBuffer::set_owner(void* owner) {
   RAGGED_ASSERT(form_ == Form::kReplicated, "only parameters have an owner");
-  for (DroppableStorage& storage : storages_) storage.set_owner(owner);
+  auto storage = storages_.begin();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    if (tensors_[i].defined()) (storage++)->set_owner(owner, static_cast<int>(i));
+  }
 }
 
 void DBuffer::rename(std::string unit, std::shared_ptr<const plan::BucketPlan> plan) {
@@ -124,6 +127,13 @@ void DBuffer::cast_from(const DBuffer& shard, ByteCounters& counters) {
 
 comm::Work DBuffer::all_gather(const comm::Communicator& communicator) {
   return communicator.all_gather(segments(), flat_, spec_.unit);
+}
+
+comm::Work DBuffer::all_gather_from(const DBuffer& shard, const comm::Communicator& communicator) {
+  RAGGED_ASSERT(
+      communicator.size() > 1 && shard.spec_.dtype == spec_.dtype, "a gather of {} ranks from {} into {}",
+      communicator.size(), c10::toString(shard.spec_.dtype), c10::toString(spec_.dtype));
+  return communicator.all_gather(segments(), flat_, spec_.unit, shard.flat());
 }
 
 Index DBuffer::staging_numel(

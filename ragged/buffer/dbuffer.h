@@ -68,7 +68,7 @@ class DBuffer {
   /// Whole forms: parameter i in its own shape; one tensor for the buffer's life, with a storage object of its own
   /// (kReplicated), so that an op on it while dropped raises an error that names it. Sharded: its 1-D piece.
   at::Tensor tensor(int param) const;
-  /// kReplicated only: marks the storage behind tensor(i), see DroppableStorage::owner_of.
+  /// kReplicated only: marks the storage behind tensor(i), see DroppableStorage::owner_of and index_of (i).
   void set_owner(void* owner);
   /// The same layout under other names: in errors (of ops on dropped bytes too) and profiles.
   void rename(std::string unit, std::shared_ptr<const plan::BucketPlan> plan);
@@ -77,6 +77,9 @@ class DBuffer {
   /// Casts a shard into this rank's ranges of a whole buffer.
   void cast_from(const DBuffer& shard, ByteCounters& counters);
   comm::Work all_gather(const comm::Communicator& communicator);
+  /// The same with this rank's ranges taken from a shard of the same dtype, which the collective reads: no copy before
+  /// it. The shard must keep its values until the work is waited for. At least two ranks.
+  comm::Work all_gather_from(const DBuffer& shard, const comm::Communicator& communicator);
   struct ReduceOptions {
     double scale = 1.0;
     bool accumulate = false;

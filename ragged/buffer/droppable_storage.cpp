@@ -39,7 +39,7 @@ c10::Storage bare_storage(at::DataPtr data, std::size_t bytes) {
 }  // namespace
 
 DroppableStorage::DroppableStorage(Index bytes, c10::Device device, std::string error, void* owner)
-    : storage_(bare_storage(at::DataPtr(nullptr, owner, &droppable_deleter, device), 0)),
+    : storage_(bare_storage(at::DataPtr(nullptr, this, &droppable_deleter, device), 0)),
       bytes_(bytes),
       device_(device),
       error_(std::move(error)),
@@ -61,13 +61,13 @@ void DroppableStorage::attach(void* data) {
 #if RAGGED_STORAGE_ERROR_TEXT
   impl()->clear_data_ptr_access_error_msg_();
 #endif
-  impl()->set_data_ptr_noswap(at::DataPtr(data, owner_, &droppable_deleter, device_));
+  impl()->set_data_ptr_noswap(at::DataPtr(data, this, &droppable_deleter, device_));
   impl()->set_nbytes(static_cast<std::size_t>(bytes_));
   resident_ = true;
 }
 
 void DroppableStorage::drop() {
-  impl()->set_data_ptr_noswap(at::DataPtr(nullptr, owner_, &droppable_deleter, device_));
+  impl()->set_data_ptr_noswap(at::DataPtr(nullptr, this, &droppable_deleter, device_));
   resident_ = false;
 #if RAGGED_STORAGE_ERROR_TEXT
   // The size stays, so that ops that only make views don't trip over it before our text is reached.
@@ -83,16 +83,25 @@ void DroppableStorage::set_error(std::string error) {
   if (!resident_) drop();
 }
 
-void DroppableStorage::set_owner(void* owner) {
+void DroppableStorage::set_owner(void* owner, int index) {
   owner_ = owner;
-  at::DataPtr& data = impl()->_mutable_data_ptr_no_checks();
-  data = at::DataPtr(data.get(), owner_, &droppable_deleter, device_);
+  index_ = index;
+}
+
+DroppableStorage* DroppableStorage::behind(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const at::DataPtr& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &droppable_deleter ? static_cast<DroppableStorage*>(data.get_context()) : nullptr;
 }
 
 void* DroppableStorage::owner_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const at::DataPtr& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &droppable_deleter ? data.get_context() : nullptr;
+  const DroppableStorage* storage = behind(tensor);
+  return storage ? storage->owner_ : nullptr;
+}
+
+int DroppableStorage::index_of(const at::Tensor& tensor) {
+  const DroppableStorage* storage = behind(tensor);
+  return storage ? storage->index_ : 0;
 }
 
 at::Tensor tensor_without_bytes(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {

@@ -33,12 +33,17 @@ class DroppableStorage {
   void drop();
   bool is_resident() const { return resident_; }
   void set_error(std::string error);
-  void set_owner(void* owner);
+  /// `index`: which of the owner's storages this is; found again by index_of().
+  void set_owner(void* owner, int index = 0);
 
   /// The `owner` of the droppable storage behind this tensor; null for any other tensor.
   static void* owner_of(const at::Tensor& tensor);
+  /// Its index there; 0 for any other tensor.
+  static int index_of(const at::Tensor& tensor);
 
  private:
+  /// The one behind this tensor, null for any other tensor.
+  static DroppableStorage* behind(const at::Tensor& tensor);
   c10::StorageImpl* impl() const { return storage_.unsafeGetStorageImpl(); }
 
   c10::Storage storage_;
@@ -46,6 +51,7 @@ class DroppableStorage {
   c10::Device device_;
   std::string error_;
   void* owner_;
+  int index_ = 0;
   bool resident_ = false;
 };
 

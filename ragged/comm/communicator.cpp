@@ -140,23 +140,28 @@ double Communicator::wait_seconds() const {
   return state_->wait_seconds;
 }
 
-Work Communicator::all_gather(std::span<const Segment> segments, const at::Tensor& image, std::string_view unit) const {
+Work Communicator::all_gather(
+    std::span<const Segment> segments, const at::Tensor& image, std::string_view unit, const at::Tensor& own) const {
   if (size() == 1) return {};
   ProfilerRange range("ragged::all_gather", unit);
   state_->before("all_gather", unit);
   BelowAutograd guard;
   Work work(state_, "all_gather", unit);
   const at::Tensor movable = as_movable(image);
+  const at::Tensor elsewhere = own.defined() ? as_movable(own) : own;
+  Index local = 0;
   for (const Segment& segment : segments) {
     if (segment.numel == 0) continue;
+    const plan::Interval mine = segment.owners[static_cast<std::size_t>(rank())];
+    const at::Tensor source = elsewhere.defined() ? elsewhere.narrow(0, local, mine.size()) : slice(movable, mine);
+    local += mine.size();
     const Index slice_bytes = segment.numel / size() * movable.element_size();
     const bool one_call = segment.kind == SegmentKind::kUniform &&
         (is_stock() || state_->kind != BackendKind::kGloo || slice_bytes < kBroadcastSliceBytes);
     if (one_call) {
       work.add([&] {
         return compat::all_gather(
-            *state_->group, movable.narrow(0, segment.image_offset, segment.numel),
-            slice(movable, segment.owners[static_cast<std::size_t>(rank())]),
+            *state_->group, movable.narrow(0, segment.image_offset, segment.numel), source,
             within<c10d::AllgatherOptions>(state_->deadline), state_->implementation());
       });
       continue;
@@ -166,15 +171,28 @@ Work Communicator::all_gather(std::span<const Segment> segments, const at::Tenso
       if (owned.empty()) continue;
       work.add([&] {
         std::vector<at::Tensor> tensors{slice(movable, owned)};
-        auto options = within<c10d::BroadcastOptions>(state_->deadline);
-        options.rootRank = root;
-        return state_->group->broadcast(tensors, options);
+        return elsewhere.defined() ? scatter(tensors, source, root) : broadcast_from(tensors, root);
       });
     }
   }
   state_->traffic.gathered_bytes += bytes_of(segments, image);
   ++state_->traffic.all_gathers;
   return work;
+}
+
+compat::WorkPtr Communicator::broadcast_from(std::vector<at::Tensor>& tensors, int root) const {
+  auto options = within<c10d::BroadcastOptions>(state_->deadline);
+  options.rootRank = root;
+  return state_->group->broadcast(tensors, options);
+}
+
+// The root sends one tensor to all, itself included.
+compat::WorkPtr Communicator::scatter(std::vector<at::Tensor>& outputs, const at::Tensor& source, int root) const {
+  std::vector<std::vector<at::Tensor>> inputs;
+  if (root == rank()) inputs.emplace_back(static_cast<std::size_t>(size()), source);
+  auto options = within<c10d::ScatterOptions>(state_->deadline);
+  options.rootRank = root;
+  return state_->group->scatter(outputs, inputs, options);
 }
 
 bool Communicator::reduces_by_all_to_all(const Segment& segment) const {
@@ -305,9 +323,7 @@ Work Communicator::broadcast(const at::Tensor& tensor, int root, std::string_vie
   Work work(state_, "broadcast", unit);
   work.add([&] {
     std::vector<at::Tensor> tensors{as_movable(tensor)};
-    auto options = within<c10d::BroadcastOptions>(state_->deadline);
-    options.rootRank = root;
-    return state_->group->broadcast(tensors, options);
+    return broadcast_from(tensors, root);
   });
   state_->traffic.other_bytes += static_cast<Index>(tensor.nbytes());
   ++state_->traffic.others;

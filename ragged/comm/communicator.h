@@ -6,7 +6,8 @@
 // Python see them. On NCCL a uniform segment is one all-gather or reduce-scatter on the image itself. Gloo's own
 // all-gather and reduce-scatter copy inside; broadcasts of slices in place and an all-to-all followed by a local sum
 // are faster there from some tens of kilobytes on (docs/benchmarks.md), and the sum runs in rank order in fp32, so
-// its bits depend on nothing but the inputs. Ragged segments travel as broadcasts from their owners, and reduce by
+// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere a slice travels as a scatter of it
+// to all, which puts it into the owner's image too. Ragged segments travel as broadcasts from their owners, and reduce by
 // an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that count.
 #pragma once
 
@@ -62,7 +63,11 @@ class Communicator {
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
 
   /// `image` holds this rank's owned intervals; afterwards it holds all of them. Never touches padding between them.
-  Work all_gather(std::span<const plan::Segment> segments, const at::Tensor& image, std::string_view unit) const;
+  /// Where `own` is given (1-D, this rank's intervals in the segments' order, image's dtype) they are taken from there,
+  /// whatever image holds; it must stay as it is until the work is waited for. A group of one moves nothing.
+  Work all_gather(
+      std::span<const plan::Segment> segments, const at::Tensor& image, std::string_view unit,
+      const at::Tensor& own = {}) const;
 
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).
@@ -85,6 +90,8 @@ class Communicator {
 
  private:
   Work all_reduce(const at::Tensor& tensor, bool max, std::string_view unit) const;
+  compat::WorkPtr broadcast_from(std::vector<at::Tensor>& tensors, int root) const;
+  compat::WorkPtr scatter(std::vector<at::Tensor>& outputs, const at::Tensor& source, int root) const;
   bool reduces_by_all_to_all(const plan::Segment& segment) const;
 
   std::shared_ptr<GroupState> state_;

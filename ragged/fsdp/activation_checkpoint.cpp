@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "ragged/base/error.h"
+#include "ragged/fsdp/gradients_in_place.h"
 
 namespace ragged::fsdp {
 namespace {
@@ -90,6 +91,7 @@ struct Checkpoint : ag::Function<Checkpoint> {
     }
     ag::variable_list result(1 + inputs.size() + body->params.size());
     if (used_outputs.empty() || wanted.empty()) return result;
+    const GradsArePassedOn passed_on;
     const ag::variable_list found = ag::grad(
         used_outputs, wanted, used_grads, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
     for (std::size_t i = 0; i < found.size(); ++i) result[positions[i]] = found[i];

@@ -67,8 +67,11 @@ class StepWalk {
     images_ += at(unit).image_bytes();
     result.peak_image_bytes = std::max(result.peak_image_bytes, images_);
     for (const GroupForecastInput& group : at(unit).groups) {
-      result.cast_in_bytes += group.plan->local_numel(options_.rank) * group.param_bytes;
-      if (group.plan->world_size == 1) continue;
+      const bool is_alone = group.plan->world_size == 1;
+      if (is_alone || !group.gathers_from_masters) {
+        result.cast_in_bytes += group.plan->local_numel(options_.rank) * group.param_bytes;
+      }
+      if (is_alone) continue;
       result.gathered_bytes += group.plan->image_numel() * group.param_bytes;
       ++result.gathers;
     }

@@ -14,8 +14,9 @@ namespace ragged::fsdp {
 /// One bucket of a unit.
 struct GroupForecastInput {
   const plan::BucketPlan* plan = nullptr;
-  Index param_bytes = 2;   // bytes an element of the image
-  Index reduce_bytes = 4;  // of the reduce buffer
+  Index param_bytes = 2;              // bytes an element of the image
+  Index reduce_bytes = 4;             // of the reduce buffer
+  bool gathers_from_masters = false;  // the image has their dtype: no cast before a gather of several ranks
 };
 
 /// One unit as the forecast needs it.
@@ -48,7 +49,7 @@ struct StepForecast {
   Index gathered_bytes = 0;
   Index reduced_bytes = 0;
   Index cast_in_bytes = 0;      // masters into this rank's ranges of the images
-  Index cast_grad_bytes = 0;    // gradients into the reduce buffers
+  Index cast_grad_bytes = 0;    // gradients into the reduce buffers, by a cast or by the operation that computes them
   Index added_grad_bytes = 0;   // gradients added to those of an earlier micro-batch in the same buffer
   Index copied_bytes = 0;       // any other copy: none
   Index peak_image_bytes = 0;   // exact, by walking the issue list

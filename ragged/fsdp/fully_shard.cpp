@@ -99,7 +99,8 @@ std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const
       const std::string name = qualified(module_name, item.key());
       const at::Tensor& param = item.value();
       if (!param.defined()) continue;
-      if (auto* owner = static_cast<Unit*>(buffer::DroppableStorage::owner_of(param))) {
+      const ParamGroup* group = ParamGroup::of(param);
+      if (auto* owner = group ? static_cast<Unit*>(group->unit()) : nullptr) {
         RAGGED_CHECK(
             owner->impl_->contains(&holder),
             "[fully_shard] Expected each parameter in one unit, but '{}' is tied to a parameter of the unit made of {} "
@@ -148,7 +149,7 @@ std::shared_ptr<Unit> fully_shard(std::vector<torch::nn::Module*> modules, const
     for (const auto& child : impl.children) child->impl_->parent = nullptr;  // nothing half taken over
     throw;
   }
-  if (impl.group) impl.group->set_owner(unit.get());
+  if (impl.group) impl.group->set_unit(unit.get());
   for (torch::nn::Module* module : modules) unit->announce(*module);
   return unit;
 }
@@ -182,6 +183,7 @@ std::shared_ptr<ParamGroup> Unit::make_group(
       options.groups.replicate.broadcast(params[i].detach(), 0, infos[i].name).wait();
     }
   }
+  spec.gradients_in_place = options.gradients_in_place;
   auto group = std::make_shared<ParamGroup>(std::move(spec), params);
   for (std::size_t i = 0; i < count; ++i) params[i].set_data(group->image(static_cast<int>(i)));
   group->bind(std::move(params));

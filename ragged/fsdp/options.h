@@ -33,6 +33,18 @@ struct ParamInfo {
 /// Returns the block of a parameter that must stay on one rank; nullopt: 16 bytes. Must return the same on all ranks.
 using ShardPolicy = std::function<std::optional<plan::Block>(const ParamInfo&)>;
 
+/// Whether fsdp::linear, grouped_linear and embedding compute the gradients of their weights where these are reduced,
+/// instead of leaving them to be copied there.
+enum class GradientsInPlace {
+  kNo,
+  /// Where the outcome has the bits of a copy: weights that are reduced in the dtype they compute in, and one addend a
+  /// backward and parameter computed in place, any others added to it.
+  kSameBits,
+  /// Wherever it can be. Later addends are accumulated by the product itself, and products of a lower precision than
+  /// the reduction's aren't rounded before: at least as exact, not the same bits.
+  kAlways,
+};
+
 struct FullyShardOptions {
   comm::MeshGroups groups{};
   MixedPrecision mixed_precision{};
@@ -43,6 +55,7 @@ struct FullyShardOptions {
   /// true: drop the image after forward and gather again in backward (ZeRO-3). false: keep it until backward
   /// (ZeRO-2). none: true, but false for the root.
   std::optional<bool> reshard_after_forward{};
+  GradientsInPlace gradients_in_place = GradientsInPlace::kSameBits;
   /// Keep no activations of this unit: run its forward again in backward. No unit may lie inside it.
   bool activation_checkpointing = false;
   /// Broadcast rank 0's initial values, where ranks may have initialised differently.

@@ -37,11 +37,12 @@ std::uint64_t checksum_of(const at::Tensor& tensor, std::uint64_t hash) {
 
 ParamGroup::ParamGroup(ParamGroupSpec spec, std::span<const at::Tensor> values) : spec_(std::move(spec)) {
   const auto num_params = plan().params.size();
-  filled_.assign(num_params, 0);
+  slot_states_.assign(num_params, SlotState::kEmpty);
   used_.assign(num_params, 0);
   has_grad_.assign(num_params, 0);
   masters_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, -1), Form::kSharded);
   image_ = std::make_unique<DBuffer>(buffer_spec(spec_.param_dtype, -1), Form::kReplicated);
+  image_->set_owner(this);
   make_reduce_buffers(plan().num_trainable_segments());
 
   if (spec_.front_holds_values) return;
@@ -80,6 +81,10 @@ void ParamGroup::bind(std::vector<at::Tensor> params) {
       params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
   spec_.params = std::move(params);
   accumulators_.clear();
+}
+
+ParamGroup* ParamGroup::of(const at::Tensor& tensor) {
+  return static_cast<ParamGroup*>(buffer::DroppableStorage::owner_of(tensor));
 }
 
 void ParamGroup::set_master(int param, const at::Tensor& local) {
@@ -146,11 +151,20 @@ void ParamGroup::unshard() {
     gather_ = gather_from_small_group();
   } else {
     kept_ = {};
-    image_->cast_from(*masters_, counters);
-    gather_ = image_->all_gather(spec_.groups.shard);
+    if (gathers_from_masters()) {
+      gather_ = image_->all_gather_from(*masters_, spec_.groups.shard);
+    } else {
+      image_->cast_from(*masters_, counters);
+      gather_ = image_->all_gather(spec_.groups.shard);
+    }
   }
   gathered_version_ = version;
   state_ = ShardState::kUnsharding;
+}
+
+// Nothing to cast: the collective reads the masters.
+bool ParamGroup::gathers_from_masters() const {
+  return spec_.param_dtype == spec_.master_dtype && spec_.groups.shard.size() > 1 && home() == spec_.groups.device;
 }
 
 void ParamGroup::wait_for_unshard() {
@@ -262,7 +276,7 @@ void ParamGroup::abandon() {
     state_ = ShardState::kSharded;
     if (front_) front_->sharded();
   }
-  std::fill(filled_.begin(), filled_.end(), 0);
+  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
   std::fill(used_.begin(), used_.end(), 0);
   unpublished_ = false;
   for (at::Tensor& param : spec_.params) param.mutable_grad().reset();

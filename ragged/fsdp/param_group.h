@@ -34,6 +34,7 @@ struct ParamGroupSpec {
     bool pin_memory = false;
   };
   Offload offload{};
+  GradientsInPlace gradients_in_place = GradientsInPlace::kNo;
   bool front_holds_values = false;  // GroupFront::gathers(): there are no masters
   /// The leaves that autograd sees, in plan order, over the image: see bind().
   std::vector<at::Tensor> params{};
@@ -107,9 +108,15 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   const ParamGroupSpec& spec() const { return spec_; }
   /// Fully qualified names, known once the root is: in errors, in profiles, in sharded tensors.
   void rename(std::string unit, const std::vector<std::string>& params);
-  void set_owner(void* unit) { image_->set_owner(unit); }
+  /// Whoever made the group and bound its parameters; found again by of() and unit().
+  void set_unit(void* unit) { unit_ = unit; }
+  void* unit() const { return unit_; }
+  /// The group whose image holds this tensor's bytes; null for any other tensor.
+  static ParamGroup* of(const at::Tensor& tensor);
   void set_slots(GroupSlots slots) { slots_ = std::move(slots); }
   Index image_bytes() const { return image_->nbytes(); }
+  /// The image has the masters' dtype, and gathers take them as they are: they must not change while one is in flight.
+  bool gathers_from_masters() const;
   Index reduce_bytes() const { return reduce_->nbytes(); }
   /// Most staging that a reduction of this group can need.
   Index staging_bytes() const;
@@ -129,11 +136,30 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
 
   // --- gradients ---
-  /// Called with the index of a parameter whose gradient is complete; answers with take_gradient().
-  using GradientReady = std::function<void(int)>;
+  enum class GradientEvent {
+    kComplete,  // autograd is done with the parameter's gradient: answer with take_gradient()
+    kInPlace,   // an addend is about to be written: throw if that isn't the time for it
+  };
+  using GradientReady = std::function<void(int param, GradientEvent)>;
   void hook_gradients(const GradientReady& ready);
   /// `.grad` of the module's parameter is cast into its slot, or added to what is there, and dropped.
   void take_gradient(int param);
+  /// For operations that compute a gradient in its slot (gradients_in_place.h).
+  enum class SlotState : char {
+    kEmpty,    // whatever bytes are there
+    kWritten,  // addends of the backward that runs, all by such operations
+    kFilled,   // others
+  };
+  struct GradientSlot {
+    at::Tensor tensor;  // the parameter's shape, the reduce dtype; valid until the unit is reduced
+    SlotState state = SlotState::kEmpty;
+  };
+  /// Whether `tensor` is a parameter of this group that may be written so; what it says holds until the next forward.
+  bool takes_in_place(int param, const at::Tensor& tensor) const;
+  /// The slot, made if need be. Throws InvalidArgument where the unit isn't in backward.
+  GradientSlot gradient_slot(int param);
+  /// Between the two, the slot was written or added to. `how` is the counter that its bytes belong to.
+  void wrote_slot(int param, Index buffer::ByteCounters::*how);
   /// Looks at requires_grad anew: where something was unfrozen, frozen segments get reduce buffers too. Returns whether
   /// anything trains.
   bool refresh_trainable(const GradientReady& ready);
@@ -225,7 +251,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::optional<Reduction> reduction_;
   bool result_is_ready_ = false;
   bool unpublished_ = false;  // grads_ holds sums that .grad doesn't show yet
-  std::vector<char> filled_;  // slot holds a gradient of this rank
+  void* unit_ = nullptr;
+  std::vector<SlotState> slot_states_;  // of this rank's gradients
   std::vector<char> used_;
   std::vector<char> has_grad_;  // .grad is not None
   std::vector<comm::compat::NodePtr> accumulators_;

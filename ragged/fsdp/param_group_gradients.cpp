@@ -23,7 +23,7 @@ void ParamGroup::hook_gradients(const GradientReady& ready) {
     accumulators_[i]->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [weak = weak_from_this(), index = static_cast<int>(i)](
             const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-          if (const auto group = weak.lock()) group->gradient_ready_(index);
+          if (const auto group = weak.lock()) group->gradient_ready_(index, GradientEvent::kComplete);
           return outputs;
         }));
   }
@@ -54,6 +54,7 @@ bool ParamGroup::refresh_trainable(const GradientReady& ready) {
 void ParamGroup::take_gradient(int param) {
   const auto p = static_cast<std::size_t>(param);
   at::Tensor& leaf_grad = spec_.params[p].mutable_grad();
+  if (slot_states_[p] == SlotState::kWritten) slot_states_[p] = SlotState::kFilled;
   if (!leaf_grad.defined()) return;
   const at::Tensor grad = front_ ? front_->dense_gradient(param, leaf_grad) : leaf_grad;
   RAGGED_CHECK(
@@ -63,15 +64,34 @@ void ParamGroup::take_gradient(int param) {
   BelowAutograd guard;
   if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
   const at::Tensor slot = reduce_->tensor(param);
-  if (filled_[p]) {
+  if (slot_states_[p] == SlotState::kFilled) {
     slot.add_(grad);
     counters.added += static_cast<Index>(slot.nbytes());
   } else {
     slot.copy_(grad);
     counters.cast_grad += static_cast<Index>(slot.nbytes());
   }
-  filled_[p] = true;
+  slot_states_[p] = SlotState::kFilled;
   leaf_grad.reset();
+}
+
+bool ParamGroup::takes_in_place(int param, const at::Tensor& tensor) const {
+  if (spec_.gradients_in_place == GradientsInPlace::kNo || !gradient_ready_) return false;
+  if (spec_.gradients_in_place == GradientsInPlace::kSameBits && spec_.param_dtype != spec_.reduce_dtype) return false;
+  const auto p = static_cast<std::size_t>(param);
+  return plan().segment_of(param) < reduced_segments_ && p < spec_.params.size() && spec_.params[p].is_same(tensor);
+}
+
+ParamGroup::GradientSlot ParamGroup::gradient_slot(int param) {
+  gradient_ready_(param, GradientEvent::kInPlace);
+  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  return {.tensor = reduce_->tensor(param), .state = slot_states_[static_cast<std::size_t>(param)]};
+}
+
+void ParamGroup::wrote_slot(int param, Index buffer::ByteCounters::*how) {
+  SlotState& state = slot_states_[static_cast<std::size_t>(param)];
+  if (state == SlotState::kEmpty) state = SlotState::kWritten;
+  counters.*how += static_cast<Index>(reduce_->tensor(param).nbytes());
 }
 
 at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
@@ -112,8 +132,10 @@ void ParamGroup::issue_reduction() {
   RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
   comm::ProfilerRange range("ragged::reduce", spec_.name);
   if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
-  reduce_->zero_unfilled(filled_, counters);
-  for (std::size_t i = 0; i < filled_.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled_[i]);
+  std::vector<char> filled(slot_states_.size());
+  for (std::size_t i = 0; i < filled.size(); ++i) filled[i] = slot_states_[i] != SlotState::kEmpty;
+  reduce_->zero_unfilled(filled, counters);
+  for (std::size_t i = 0; i < filled.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled[i]);
   DBuffer::ReduceOptions options;
   Reduction reduction;
   reduction.target = &reduction_target(options);
@@ -136,7 +158,7 @@ void ParamGroup::finish_scatter() {
   reduction_->scattered = true;
   reduction_->staging = {};
   reduce_->detach();
-  std::fill(filled_.begin(), filled_.end(), 0);
+  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
   if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
   reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
   reduction_->all_reducing = true;

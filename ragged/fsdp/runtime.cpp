@@ -81,8 +81,8 @@ void Runtime::make_slots() {
 }
 
 ParamGroup::GradientReady Runtime::gradient_hook(int unit, int group) {
-  return [runtime = weak_from_this(), unit, group](int param) {
-    if (auto alive = runtime.lock()) alive->gradient_ready(unit, group, param);
+  return [runtime = weak_from_this(), unit, group](int param, ParamGroup::GradientEvent event) {
+    if (auto alive = runtime.lock()) alive->gradient_ready(unit, group, param, event);
   };
 }
 
@@ -321,7 +321,8 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
       input.groups.push_back(
           {.plan = &group->plan(),
            .param_bytes = static_cast<Index>(c10::elementSize(group->spec().param_dtype)),
-           .reduce_bytes = static_cast<Index>(c10::elementSize(group->spec().reduce_dtype))});
+           .reduce_bytes = static_cast<Index>(c10::elementSize(group->spec().reduce_dtype)),
+           .gathers_from_masters = group->gathers_from_masters()});
     }
     inputs.push_back(input);
     parents.push_back(unit.parent);

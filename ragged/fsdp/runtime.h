@@ -107,7 +107,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   void pre_backward(const Record& record, int call);
   void post_backward(const Record& record, int call);
-  void gradient_ready(int unit, int group, int param);
+  void gradient_ready(int unit, int group, int param, ParamGroup::GradientEvent event);
   void activate(const Record& record);
   void advance(ForwardRecord& record, int target, bool skip_gathers = false);
   void issue_reduction(int unit);

@@ -61,7 +61,7 @@ void Runtime::post_backward(const Record& record, int call) {
   advance(*record, record->list.post_backward[static_cast<std::size_t>(call)]);
 }
 
-void Runtime::gradient_ready(int index, int group_index, int param) {
+void Runtime::gradient_ready(int index, int group_index, int param, ParamGroup::GradientEvent event) {
   RuntimeUnit& u = unit(index);
   ParamGroup& group = *u.groups[static_cast<std::size_t>(group_index)];
   RAGGED_CHECK(
@@ -70,7 +70,7 @@ void Runtime::gradient_ready(int index, int group_index, int param) {
       "unit's parameters only inside its forward, and let outputs that lead to the loss be returned from it.",
       group.plan().params[static_cast<std::size_t>(param)].name, u.name,
       active_.empty() ? "outside a backward of the root" : "after the unit was reduced", groups_.rank);
-  group.take_gradient(param);
+  if (event == ParamGroup::GradientEvent::kComplete) group.take_gradient(param);
 }
 
 void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {

@@ -13,7 +13,7 @@ Unit::Unit() : impl_(std::make_unique<Impl>()) {}
 
 Unit::~Unit() {
   for (const auto& child : impl_->children) child->impl_->parent = nullptr;
-  if (impl_->group) impl_->group->set_owner(nullptr);
+  if (impl_->group) impl_->group->set_unit(nullptr);
 }
 
 bool Unit::is_root() const {

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "ragged/fsdp/gradients_in_place.h"
 #include "ragged/fsdp/unit.h"
 
 namespace ragged::train {
@@ -13,14 +14,14 @@ Linear::Linear(Index in, Index out, const MakeParameter& make)
     : weight(register_parameter("weight", make({out, in}))) {}
 
 at::Tensor Linear::forward(const at::Tensor& x) {
-  return at::linear(x, weight);
+  return fsdp::linear(x, weight);
 }
 
 Embedding::Embedding(Index count, Index dim, const MakeParameter& make)
     : weight(register_parameter("weight", make({count, dim}))) {}
 
 at::Tensor Embedding::forward(const at::Tensor& tokens) {
-  return at::embedding(weight, tokens);
+  return fsdp::embedding(weight, tokens);
 }
 
 RmsNorm::RmsNorm(Index dim, double eps, const MakeParameter& make)

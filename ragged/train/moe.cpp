@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include "ragged/fsdp/gradients_in_place.h"
 #include "ragged/fsdp/unit.h"
 
 namespace ragged::train {
@@ -16,7 +17,7 @@ Router::Router(const ModelConfig& config, const MakeParameter& make)
 }
 
 Routing Router::forward(const at::Tensor& x) {
-  const at::Tensor logits = bias.defined() ? at::linear(x, weight, bias) : at::linear(x, weight);
+  const at::Tensor logits = fsdp::linear(x, weight, bias);
   const auto [values, experts] = at::topk(logits, experts_per_token_, -1);
   Routing routing{.experts = experts, .weights = values.softmax(-1, at::kFloat).to(x.scalar_type())};
   if (!balances_) return routing;
@@ -44,32 +45,13 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& experts, cons
   const at::Tensor order = std::get<1>(at::sort(experts.flatten(), /*stable=*/true, /*dim=*/0, /*descending=*/false));
   const at::Tensor repeated = x.unsqueeze(1).expand({tokens, choices, x.size(1)}).reshape({tokens * choices, -1});
   const at::Tensor sorted = repeated.index_select(0, order);
-  const at::Tensor counts = at::bincount(experts.flatten(), {}, gate_up_proj.size(0)).to(at::kCPU);
+  const at::Tensor counted = at::bincount(experts.flatten(), {}, gate_up_proj.size(0)).to(at::kCPU);
+  const std::span<const Index> counts(counted.const_data_ptr<Index>(), static_cast<std::size_t>(counted.numel()));
 
-  // unbind, since its backward writes each stacked gradient once; select's would do so once an expert.
-  const auto gate_up = gate_up_proj.unbind(0);
-  const auto down = down_proj.unbind(0);
-  const auto biases = [](const at::Tensor& stacked) {
-    return stacked.defined() ? stacked.unbind(0) : std::vector<at::Tensor>(0);
-  };
-  const auto gate_up_bias = biases(gate_up_proj_bias);
-  const auto down_bias = biases(down_proj_bias);
-  const auto linear = [](const at::Tensor& rows, const at::Tensor& weight, const std::vector<at::Tensor>& bias,
-                         std::size_t expert) {
-    return bias.empty() ? at::linear(rows, weight) : at::linear(rows, weight, bias[expert]);
-  };
-  std::vector<at::Tensor> outputs;
-  Index first = 0;
-  for (std::size_t expert = 0; expert < gate_up.size(); ++expert) {
-    const Index count = counts[static_cast<Index>(expert)].item<Index>();
-    if (count == 0) continue;
-    const at::Tensor hidden = linear(sorted.narrow(0, first, count), gate_up[expert], gate_up_bias, expert);
-    const at::Tensor gated =
-        at::silu(hidden.narrow(-1, 0, feed_forward)) * hidden.narrow(-1, feed_forward, feed_forward);
-    outputs.push_back(linear(gated, down[expert], down_bias, expert));
-    first += count;
-  }
-  const at::Tensor by_choice = at::cat(outputs).index_select(0, order.argsort()).reshape({tokens, choices, -1});
+  const at::Tensor hidden = fsdp::grouped_linear(sorted, gate_up_proj, gate_up_proj_bias, counts);
+  const at::Tensor gated = at::silu(hidden.narrow(-1, 0, feed_forward)) * hidden.narrow(-1, feed_forward, feed_forward);
+  const at::Tensor outputs = fsdp::grouped_linear(gated, down_proj, down_proj_bias, counts);
+  const at::Tensor by_choice = outputs.index_select(0, order.argsort()).reshape({tokens, choices, -1});
   return (by_choice * weights.unsqueeze(-1)).sum(1);
 }
 

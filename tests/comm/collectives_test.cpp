@@ -69,27 +69,44 @@ struct Guarded {
   at::Tensor whole, part, before;
 };
 
-void gathers(const Communicator& communicator, const BucketPlan& plan, at::ScalarType dtype, std::string_view unit) {
+enum class OwnPart { kInImage, kElsewhere };
+
+void gathers(
+    const Communicator& communicator, const BucketPlan& plan, at::ScalarType dtype, std::string_view unit,
+    OwnPart where) {
   const at::Tensor truth = any_bits(plan.image_numel(), 5, dtype);
   Guarded image(plan.image_numel(), dtype);
   at::Tensor want = image.part.clone();
+  std::vector<at::Tensor> own{truth.narrow(0, 0, 0)};
   for (const Segment& segment : plan.segments) {
     for (int r = 0; r < plan.world_size; ++r) {
       const Interval owned = segment.owners[static_cast<std::size_t>(r)];
       want.narrow(0, owned.begin, owned.size()).copy_(truth.narrow(0, owned.begin, owned.size()));
       if (r != communicator.rank()) continue;
-      image.part.narrow(0, owned.begin, owned.size()).copy_(truth.narrow(0, owned.begin, owned.size()));
+      const at::Tensor mine = truth.narrow(0, owned.begin, owned.size());
+      if (where == OwnPart::kInImage) {
+        image.part.narrow(0, owned.begin, owned.size()).copy_(mine);
+      } else {
+        own.push_back(mine);
+      }
     }
   }
   const at::Tensor parameter = image.part.variable_data();
   const auto version = image.part._version();
   const auto traffic = communicator.traffic();
-  comm::Work work = communicator.all_gather(plan.segments, image.part, unit);
+  // Bytes that no arithmetic knows, fp8 for one, are put together as bytes.
+  std::vector<at::Tensor> own_bytes;
+  for (const at::Tensor& part : own) own_bytes.push_back(part.view(at::kByte));
+  const at::Tensor elsewhere = at::cat(own_bytes).view(dtype);
+  const at::Tensor elsewhere_before = elsewhere.clone();
+  comm::Work work = where == OwnPart::kInImage ? communicator.all_gather(plan.segments, image.part, unit)
+                                               : communicator.all_gather(plan.segments, image.part, unit, elsewhere);
   EXPECT_EQ(work.pending(), communicator.size() > 1);
   work.wait();
   EXPECT_FALSE(work.pending());
   work.wait();  // idempotent
   EXPECT_TRUE(same_bits(image.part, want));
+  EXPECT_TRUE(same_bits(elsewhere, elsewhere_before));
   image.expect_margins_untouched();
   EXPECT_EQ(image.part._version(), version);
   EXPECT_EQ(parameter._version(), 0);
@@ -112,7 +129,8 @@ TEST(AllGather, fills_the_image_and_nothing_else) {
             const Communicator communicator = with(world.all(), collectives);
             for (std::size_t i = 0; i < all.size(); ++i) {
               SCOPED_TRACE(fmt::format("world {} plan {} stock {}", world_size, i, communicator.is_stock()));
-              gathers(communicator, all[i], at::kFloat, "unit");
+              gathers(communicator, all[i], at::kFloat, "unit", OwnPart::kInImage);
+              if (world_size > 1) gathers(communicator, all[i], at::kFloat, "unit", OwnPart::kElsewhere);
             }
           }
         },
@@ -132,7 +150,8 @@ TEST(AllGather, moves_every_dtype) {
                  {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kByte, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
               for (const BucketPlan& plan : all) {
                 SCOPED_TRACE(fmt::format("world {} {}", world_size, c10::toString(dtype)));
-                gathers(communicator, plan, dtype, "unit");
+                gathers(communicator, plan, dtype, "unit", OwnPart::kInImage);
+                gathers(communicator, plan, dtype, "unit", OwnPart::kElsewhere);
               }
             }
           }

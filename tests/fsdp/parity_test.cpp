@@ -29,6 +29,7 @@ struct Case {
   Index ragged_blocks = 0;
   int forward_prefetch = 0;
   int backward_prefetch = 1;
+  fsdp::GradientsInPlace in_place = fsdp::GradientsInPlace::kSameBits;  // weights of the model, where that can be
 
   // Three and more replicas are summed in Gloo's own order, and postponing the all-reduce sums shards over
   // micro-batches first. AdamW makes much of such last bits, so it learns more slowly there.
@@ -38,10 +39,10 @@ struct Case {
 
 std::string to_string(const Case& c) {
   return fmt::format(
-      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} split {} prefetch {}/{}",
+      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} split {} prefetch {}/{} in place {}",
       to_string(c.mesh), c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype),
       c10::toString(c.reduce_dtype), c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint,
-      c.rows, c.split, c.forward_prefetch, c.backward_prefetch);
+      c.rows, c.split, c.forward_prefetch, c.backward_prefetch, static_cast<int>(c.in_place));
 }
 
 // What each step of the reference gave, computed once and read by all ranks.
@@ -79,6 +80,7 @@ std::shared_ptr<fsdp::Unit> shard(TinyModel& model, comm::World& world, const Ca
   options.groups = world.groups(c.mesh.mesh());
   options.mixed_precision = {.param_dtype = c.param_dtype, .reduce_dtype = c.reduce_dtype};
   options.reshard_after_forward = c.reshard;
+  options.gradients_in_place = c.in_place;
   if (c.rows > 0) {
     options.shard_policy = [rows = c.rows](const fsdp::ParamInfo& p) -> std::optional<plan::Block> {
       if (p.shape.size() < 2) return std::nullopt;
@@ -205,6 +207,15 @@ TEST(Parity, holds_on_every_mesh_with_and_without_resharding) {
 
 TEST(Parity, holds_at_a_prime_world) {
   run({.mesh = {1, 7}});
+}
+
+TEST(Parity, holds_with_gradients_that_are_copied) {
+  for (const MeshShape& mesh : {MeshShape{1, 1}, MeshShape{1, 3}, MeshShape{2, 2}}) {
+    run({.mesh = mesh, .in_place = fsdp::GradientsInPlace::kNo});
+    if (HasFatalFailure()) return;
+    run({.mesh = mesh, .micro_batches = 3, .checkpoint = true, .in_place = fsdp::GradientsInPlace::kNo});
+    if (HasFatalFailure()) return;
+  }
 }
 
 TEST(Parity, holds_in_mixed_precision) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "ragged/fsdp/gradients_in_place.h"
+
 namespace ragged::test {
 namespace {
 
@@ -27,10 +29,10 @@ at::Tensor TinyBlock::forward(const at::Tensor& x) {
   const int64_t sequence = x.size(1);
   const int64_t d = x.size(2);
   const at::Tensor h = at::rms_norm(x, {d}, norm, 1e-5);
-  const at::Tensor parts = at::linear(h, qkv).view({batch, sequence, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
+  const at::Tensor parts = fsdp::linear(h, qkv).view({batch, sequence, 3, heads, d / heads}).permute({2, 0, 3, 1, 4});
   const at::Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
-  const at::Tensor y = x + at::linear(attended.transpose(1, 2).reshape({batch, sequence, d}), out);
-  return y + at::linear(at::silu(at::linear(y, up, up_bias)), down);
+  const at::Tensor y = x + fsdp::linear(attended.transpose(1, 2).reshape({batch, sequence, d}), out);
+  return y + fsdp::linear(at::silu(fsdp::linear(y, up, up_bias)), down);
 }
 
 TinyModel::TinyModel(const TinyConfig& config) {
@@ -43,9 +45,9 @@ TinyModel::TinyModel(const TinyConfig& config) {
 }
 
 at::Tensor TinyModel::forward(const at::Tensor& tokens, const at::Tensor& targets) {
-  at::Tensor x = at::embedding(embed, tokens);
+  at::Tensor x = fsdp::embedding(embed, tokens);
   for (const auto& layer : layers) x = fsdp::call(*layer, x);
-  const at::Tensor logits = at::linear(at::rms_norm(x, {x.size(2)}, norm, 1e-5), head);
+  const at::Tensor logits = fsdp::linear(at::rms_norm(x, {x.size(2)}, norm, 1e-5), head);
   return at::cross_entropy_loss(logits.to(at::kFloat).view({-1, logits.size(2)}), targets.view({-1}));
 }
 
