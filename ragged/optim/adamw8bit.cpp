@@ -3,7 +3,6 @@
 #include <optional>
 #include <string_view>
 #include <utility>
-#include <variant>
 
 #include <ATen/ATen.h>
 
@@ -46,49 +45,20 @@ struct TiledMoments {
   TileFormat format = TileFormat::kPower;
   TileGeometry geometry;
   at::Tensor exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales;
-  std::vector<layout::Placement> scales_placements;
-  layout::Interval owned_scales;
+  StateLayout scales;
 };
-
-// Looks at all ranks' intervals, so that all refuse alike.
-std::vector<layout::Placement> placements_of_scales(const buffer::ShardedTensor& param) {
-  std::vector<layout::Placement> placements;
-  for (const layout::Placement& placement : param.placements) {
-    const auto* ragged = std::get_if<layout::RaggedShard>(&placement);
-    if (!ragged) {
-      placements.push_back(placement);
-      continue;
-    }
-    std::vector<layout::Interval> by_rank;
-    for (int rank = 0; rank < ragged->world_size(); ++rank) {
-      by_rank.push_back(owned_scales(param.shape, layout::ragged_interval(param.shape, *ragged, rank), param.name));
-    }
-    placements.emplace_back(layout::ragged_from_intervals(scales_shape(param.shape), by_rank));
-  }
-  return placements;
-}
 
 TiledMoments make_tiled(const buffer::ShardedTensor& param, TileFormat format) {
   TiledMoments moments;
   moments.format = format;
+  moments.scales = layout_of_scales(param);
   moments.geometry = tile_geometry(param.shape, param.owned, param.name);
-  moments.scales_placements = placements_of_scales(param);
-  moments.owned_scales = owned_scales(param.shape, param.owned, param.name);
   const auto codes = param.local.options().dtype(at::kByte);
   moments.exp_avg_codes = at::full({moments.geometry.numel}, static_cast<int>(zero_code(format, true)), codes);
   moments.exp_avg_sq_codes = at::full({moments.geometry.numel}, static_cast<int>(zero_code(format, false)), codes);
   moments.exp_avg_scales = at::zeros({moments.geometry.num_tiles()}, param.local.options());
   moments.exp_avg_sq_scales = at::zeros({moments.geometry.num_tiles()}, param.local.options());
   return moments;
-}
-
-buffer::ShardedTensor scales_state(
-    const OwnedParam& param, const TiledMoments& moments, const char* suffix, const at::Tensor& local) {
-  buffer::ShardedTensor state = state_like(param, suffix, local);
-  state.shape = scales_shape(param.tensor.shape);
-  state.placements = moments.scales_placements;
-  state.owned = moments.owned_scales;
-  return state;
 }
 
 }  // namespace
@@ -176,9 +146,9 @@ std::vector<buffer::ShardedTensor> AdamW8bit::states() const {
     }
     const TiledMoments& moments = *impl_->tiled[i];
     states.push_back(state_like(param, ".exp_avg.codes", moments.exp_avg_codes));
-    states.push_back(scales_state(param, moments, ".exp_avg.scales", moments.exp_avg_scales));
+    states.push_back(state_beside(param, ".exp_avg.scales", moments.exp_avg_scales, moments.scales));
     states.push_back(state_like(param, ".exp_avg_sq.codes", moments.exp_avg_sq_codes));
-    states.push_back(scales_state(param, moments, ".exp_avg_sq.scales", moments.exp_avg_sq_scales));
+    states.push_back(state_beside(param, ".exp_avg_sq.scales", moments.exp_avg_sq_scales, moments.scales));
   }
   return states;
 }
@@ -199,7 +169,7 @@ std::vector<OptimizerRow> AdamW8bit::table() const {
     row.shape = param.tensor.shape;
     row.optimizer = "adamw8bit";
     if (const auto& moments = impl_->tiled[i]) {
-      row.state_format = moments->format == TileFormat::kPower ? "power 32x32" : "dynamic 32x32";
+      row.state_format = tile_format_name(moments->format);
       row.block = fmt::format("{} rows", tile_block_rows(param.tensor.shape));
       row.state_bytes = 2 * static_cast<Index>(moments->exp_avg_codes.nbytes() + moments->exp_avg_scales.nbytes());
     } else {

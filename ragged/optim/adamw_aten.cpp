@@ -203,4 +203,19 @@ at::Tensor decode_tiles(
   return values;
 }
 
+void encode_tiles(
+    const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales, const TileGeometry& geometry,
+    TileFormat format) {
+  for (const Part& part : parts_of(geometry)) {
+    const Padded shape{part.rows, geometry.columns};
+    const Index numel = part.rows * geometry.columns;
+    const at::Tensor in_tiles = shape.in_tiles(values.reshape({-1}).narrow(0, part.element, numel));
+    const at::Tensor by_tile = largest(in_tiles.abs());
+    scales.view({-1}).narrow(0, part.tile, by_tile.numel()).copy_(by_tile.view({-1}));
+    codes.view({-1})
+        .narrow(0, part.element, numel)
+        .copy_(shape.flat(encode_first(in_tiles, shape.by_tile(by_tile), format)));
+  }
+}
+
 }  // namespace ragged::optim

@@ -14,5 +14,9 @@ void adamw_step_through_aten(const AdamWPiece& piece, const StepScale& scale);
 /// on the piece's device.
 void adamw8bit_step_through_aten(
     const AdamW8bitPiece& piece, const StepScale& scale, const TileOptions& options, const at::Tensor& not_finite);
+/// Writes fp32 values to codes and scales as first moments; the way back of decode_tiles().
+void encode_tiles(
+    const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales, const TileGeometry& geometry,
+    TileFormat format);
 
 }  // namespace ragged::optim

@@ -8,8 +8,7 @@
 
 #include "ragged/base/error.h"
 #include "ragged/comm/same_value.h"
-#include "ragged/optim/matrix_exchange.h"
-#include "ragged/optim/muon_passes.h"
+#include "ragged/optim/muon_plan_impl.h"
 #include "ragged/plan/matrix_roots.h"
 
 namespace ragged::optim {
@@ -32,6 +31,15 @@ void check_same(const comm::Communicator& group, std::uint64_t hash, std::string
 
 }  // namespace
 
+std::vector<Index> matrix_shape(const MuonParam& param) {
+  if (!param.flatten_rest) return param.shape;
+  return {param.shape[0], checked_product(std::span(param.shape).subspan(1))};
+}
+
+TileGeometry tiles_of(const MuonParam& param, int rank) {
+  return tile_geometry(matrix_shape(param), param.held[static_cast<std::size_t>(rank)], param.name);
+}
+
 MuonScale muon_scale(std::string_view name) {
   if (name == "original") return MuonScale::kOriginal;
   RAGGED_CHECK(
@@ -49,61 +57,10 @@ double muon_scale_factor(MuonScale scale, Index rows, Index cols) {
   return scale == MuonScale::kOriginal ? std::sqrt(std::max(1.0, m / n)) : 0.2 * std::sqrt(std::max(m, n));
 }
 
-struct MuonPlan::Impl {
-  // A matrix of a bucket, and this rank's piece of it.
-  struct Member {
-    std::size_t matrix = 0;  // in `matrices`
-    Interval piece{};        // of the matrix's elements; empty where this rank has none
-    Index in_param = 0;      // where that lies in this rank's piece of the parameter
-    bool is_mine = true;     // this replica computes it
-  };
-  struct Bucket {
-    std::vector<Member> members;
-    MatrixExchange exchange;
-    // kShare: sizes of what other replicas' ranks contribute, and where a member's piece lies among them.
-    std::vector<Index> shared_counts;
-    std::vector<Index> shared_offsets;
-  };
-  // What a bucket on its way needs, as large as the largest asks for. A step makes as many as are ever in flight, gives
-  // them from bucket to bucket, and lets go of them at its end: forward and backward need the memory.
-  struct Slot {
-    at::Tensor held;    // pieces of cut matrices: directions there, updates back
-    at::Tensor rooted;  // cut matrices of this root, likewise
-  };
-  // A bucket on its way.
-  struct Flight {
-    const Bucket* bucket = nullptr;
-    at::Tensor held{};
-    at::Tensor rooted{};
-    std::vector<at::Tensor> local{};  // by member: the whole matrix where this rank holds all of it
-    comm::Work work{};
-  };
-
-  std::vector<MuonParam> params;
-  MuonMath math;
-  MuonMovement movement;
-  comm::Communicator shard;
-  comm::Communicator replicate;
-  NewtonSchulzSet set;
-  std::vector<MuonMatrix> matrices;
-  std::vector<double> loads;
-  std::uint64_t hash = 0;
-  std::vector<Bucket> buckets;
-
-  bool shares() const { return movement.replicas == MuonReplicas::kShare && replicate.size() > 1; }
-  std::vector<std::vector<plan::HeldPiece>> assign();
-  void make_buckets(const std::vector<std::vector<plan::HeldPiece>>& pieces);
-  void share_out(Bucket& bucket) const;
-
-  void check_gradients(std::span<const MuonPiece> pieces) const;
-  std::vector<Slot> make_slots(const at::Tensor& like) const;
-  Flight pack(const Bucket& bucket, const Slot& slot, std::span<const MuonPiece> pieces, double grad_scale) const;
-  void compute(Flight& flight) const;
-  void finish(Flight& flight, std::span<const MuonPiece> pieces) const;
-  at::Tensor exchange_replicas(const Flight& flight) const;
-  at::Tensor orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const;
-};
-
+Interval begun_rows(Interval held, Index columns) {
+  if (columns == 0) return {};
+  return {ceil_div(held.begin, columns), ceil_div(held.end, columns)};
+}
 std::vector<std::vector<plan::HeldPiece>> MuonPlan::Impl::assign() {
   std::vector<double> costs;
   for (const MuonMatrix& m : matrices)
@@ -122,6 +79,7 @@ void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>
   for (int b = 0; b < count; ++b) {
     std::vector<Member> members;
     std::vector<ExchangedMatrix> exchanged;
+    std::vector<ExchangedMatrix> rows;
     for (std::size_t i = 0; i < matrices.size(); ++i) {
       const MuonMatrix& m = matrices[i];
       if (m.bucket != b) continue;
@@ -132,10 +90,12 @@ void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>
         member.piece = piece.interval;
         member.in_param = m.offset + piece.interval.begin - held.begin;
       }
-      members.push_back(member);
       exchanged.push_back(
           {.numel = m.rows * m.cols, .pieces = pieces[i], .root = m.is_local || !member.is_mine ? -1 : m.root});
+      if (math.normuon) rows.push_back(place_rows(member, exchanged.back().root));
+      members.push_back(member);
     }
+    exchanged.insert(exchanged.end(), rows.begin(), rows.end());
     buckets.push_back(
         {.members = std::move(members),
          .exchange = MatrixExchange(std::move(exchanged), shard, fmt::format("muon bucket {}", b)),
@@ -143,6 +103,22 @@ void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>
          .shared_offsets = {}});
     if (shares()) share_out(buckets.back());
   }
+}
+
+// Fills in which of a matrix's rows begin here. Returns how the rows' states travel, in elements of the wire's dtype.
+ExchangedMatrix MuonPlan::Impl::place_rows(Member& member, int root) const {
+  const MuonMatrix& m = matrices[member.matrix];
+  const Index first = m.offset / m.cols;
+  ExchangedMatrix exchanged{.numel = wire_per_row() * m.rows, .pieces = {}, .root = root};
+  for (int rank = 0; rank < shard.size(); ++rank) {
+    const Interval begun =
+        begun_rows(params[static_cast<std::size_t>(m.param)].held[static_cast<std::size_t>(rank)], m.cols);
+    const Interval rows = layout::intersect(begun, {first, first + m.rows});
+    if (rows.empty()) continue;
+    if (rank == shard.rank()) member.rows = rows.shifted(-begun.begin);
+    exchanged.pieces.push_back({rank, {wire_per_row() * (rows.begin - first), wire_per_row() * (rows.end - first)}});
+  }
+  return exchanged;
 }
 
 void MuonPlan::Impl::share_out(Bucket& bucket) const {
@@ -153,14 +129,36 @@ void MuonPlan::Impl::share_out(Bucket& bucket) const {
     for (std::size_t i = 0; i < bucket.members.size(); ++i) {
       if (bucket.members[i].is_mine || matrices[bucket.members[i].matrix].replica != replica) continue;
       bucket.shared_offsets[i] = offset;
-      offset += bucket.members[i].piece.size();
+      offset += shared_size(bucket.members[i]);
     }
     bucket.shared_counts.push_back(offset - begin);
   }
 }
 
-at::Tensor MuonPlan::Impl::orthogonalised(const at::Tensor& whole, const MuonMatrix& m) const {
-  return newton_schulz(whole.view({m.rows, m.cols}), set, math.newton_schulz).to(math.wire_dtype).reshape({-1});
+// States that options ask for. Cuts are looked at on all ranks, so that all throw.
+void MuonPlan::Impl::check_states(std::span<const MuonPiece> pieces) {
+  tiles_are_whole.resize(params.size(), false);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const MuonPiece& piece = pieces[i];
+    RAGGED_CHECK(
+        piece.momentum_scales.defined() == (piece.momentum.scalar_type() == at::kByte),
+        "[muon] Expected momentum_scales with a momentum in uint8 and else none, but got a momentum in {} (param "
+        "'{}').",
+        c10::toString(piece.momentum.scalar_type()), params[i].name);
+    if (piece.momentum_scales.defined() && !tiles_are_whole[i]) {
+      for (int rank = 0; rank < shard.size(); ++rank) tiles_of(params[i], rank);
+      tiles_are_whole[i] = true;
+    }
+    if (!math.normuon) continue;
+    const Index rows =
+        begun_rows(params[i].held[static_cast<std::size_t>(shard.rank())], matrix_shape(params[i]).back()).size();
+    RAGGED_CHECK(
+        piece.row_exp_avg_sq.defined() && piece.row_exp_avg_sq.scalar_type() == at::kFloat &&
+            piece.row_exp_avg_sq.dim() == 1 && piece.row_exp_avg_sq.numel() == rows &&
+            piece.row_exp_avg_sq.is_contiguous(),
+        "[muon] Expected row_exp_avg_sq of {} fp32 numbers for NorMuon (param '{}', rank {} of {}).", rows,
+        params[i].name, shard.rank(), shard.size());
+  }
 }
 
 // With RAGGED_CHECK=1 only, since it is a collective more. All ranks of both groups see the flags of all, and so throw
@@ -192,116 +190,6 @@ void MuonPlan::Impl::check_gradients(std::span<const MuonPiece> pieces) const {
   }
 }
 
-std::vector<MuonPlan::Impl::Slot> MuonPlan::Impl::make_slots(const at::Tensor& like) const {
-  Index held = 0;
-  Index rooted = 0;
-  for (const Bucket& bucket : buckets) {
-    held = std::max(held, bucket.exchange.held_numel());
-    rooted = std::max(rooted, bucket.exchange.rooted_numel());
-  }
-  const auto options = at::TensorOptions().dtype(math.wire_dtype).device(like.device());
-  std::vector<Slot> slots;
-  const std::size_t in_flight = 2 * static_cast<std::size_t>(movement.buckets_in_flight) + 1;
-  for (std::size_t i = 0; i < std::min(in_flight, buckets.size()); ++i)
-    slots.push_back({.held = at::empty({held}, options), .rooted = at::empty({rooted}, options)});
-  return slots;
-}
-
-MuonPlan::Impl::Flight MuonPlan::Impl::pack(
-    const Bucket& bucket, const Slot& slot, std::span<const MuonPiece> pieces, double grad_scale) const {
-  Flight flight{
-      .bucket = &bucket,
-      .held = slot.held.narrow(0, 0, bucket.exchange.held_numel()),
-      .rooted = slot.rooted.narrow(0, 0, bucket.exchange.rooted_numel())};
-  flight.local.resize(bucket.members.size());
-  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-    const Member& member = bucket.members[i];
-    const MuonMatrix& m = matrices[member.matrix];
-    const MuonPiece& piece = pieces[static_cast<std::size_t>(m.param)];
-    if (member.piece.empty()) continue;
-    const Index size = member.piece.size();
-    at::Tensor out;
-    if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
-      out = flight.held.narrow(0, offset, size);
-      if (!piece.grad.defined()) out.zero_();
-    }
-    if (!piece.grad.defined()) continue;
-    if (!out.defined()) {
-      out = at::empty({size}, flight.held.options());
-      if (member.is_mine) flight.local[i] = out;  // else another replica orthogonalises it
-    }
-    muon_pack_pass(
-        {.momentum = math.momentum, .nesterov = math.nesterov}, grad_scale, piece.grad.narrow(0, member.in_param, size),
-        piece.momentum.narrow(0, member.in_param, size), out);
-  }
-  flight.work = bucket.exchange.to_roots(flight.held, flight.rooted);
-  return flight;
-}
-
-void MuonPlan::Impl::compute(Flight& flight) const {
-  const Bucket& bucket = *flight.bucket;
-  for (std::size_t i = 0; i < bucket.members.size(); ++i) {  // what travels takes this long at least
-    if (flight.local[i].defined())
-      flight.local[i] = orthogonalised(flight.local[i], matrices[bucket.members[i].matrix]);
-  }
-  flight.work.wait();
-  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-    const MuonMatrix& m = matrices[bucket.members[i].matrix];
-    if (m.is_local || !bucket.members[i].is_mine || m.root != shard.rank()) continue;
-    bucket.exchange.disassemble(orthogonalised(bucket.exchange.assemble(flight.rooted, i), m), flight.rooted, i);
-  }
-  flight.work = bucket.exchange.to_holders(flight.rooted, flight.held);
-}
-
-// The same rank of every replica holds the same pieces: each sends those of its own matrices to all the others. Returns
-// what the others sent, by shared_offsets.
-at::Tensor MuonPlan::Impl::exchange_replicas(const Flight& flight) const {
-  const Bucket& bucket = *flight.bucket;
-  std::vector<at::Tensor> own;
-  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-    const Member& member = bucket.members[i];
-    if (!member.is_mine || member.piece.empty()) continue;
-    const Index offset = bucket.exchange.held_offset(i);
-    if (offset >= 0) {
-      own.push_back(flight.held.narrow(0, offset, member.piece.size()));
-    } else {
-      own.push_back(
-          flight.local[i].defined() ? flight.local[i] : at::zeros({member.piece.size()}, flight.held.options()));
-    }
-  }
-  const at::Tensor section = own.empty() ? at::empty({0}, flight.held.options()) : at::cat(own);
-  const at::Tensor send = section.repeat({replicate.size() - 1});
-  Index total = 0;
-  for (const Index count : bucket.shared_counts) total += count;
-  const at::Tensor shared = at::empty({total}, flight.held.options());
-  std::vector<Index> send_counts(bucket.shared_counts.size(), section.numel());
-  send_counts[static_cast<std::size_t>(replicate.rank())] = 0;
-  replicate.all_to_all(send, shared, send_counts, bucket.shared_counts, "muon replicas").wait();
-  return shared;
-}
-
-void MuonPlan::Impl::finish(Flight& flight, std::span<const MuonPiece> pieces) const {
-  const Bucket& bucket = *flight.bucket;
-  flight.work.wait();
-  const at::Tensor shared = shares() ? exchange_replicas(flight) : at::Tensor();
-  for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-    const Member& member = bucket.members[i];
-    const MuonMatrix& m = matrices[member.matrix];
-    const MuonPiece& piece = pieces[static_cast<std::size_t>(m.param)];
-    if (member.piece.empty() || !piece.grad.defined()) continue;
-    const Index size = member.piece.size();
-    at::Tensor update = flight.local[i];
-    if (!member.is_mine) {
-      update = shared.narrow(0, bucket.shared_offsets[i], size);
-    } else if (const Index offset = bucket.exchange.held_offset(i); offset >= 0) {
-      update = flight.held.narrow(0, offset, size);
-    }
-    muon_apply_pass(
-        piece.param.narrow(0, member.in_param, size), update, 1.0 - piece.lr * piece.weight_decay,
-        piece.lr * muon_scale_factor(math.scale, m.rows, m.cols));
-  }
-}
-
 MuonPlan::MuonPlan(
     std::vector<MuonParam> params, const MuonMath& math, const MuonMovement& movement, comm::Communicator shard,
     comm::Communicator replicate)
@@ -314,6 +202,9 @@ MuonPlan::MuonPlan(
       movement.buckets_in_flight >= 0, "[muon] Expected buckets_in_flight >= 0, but got {}.",
       movement.buckets_in_flight);
   RAGGED_CHECK(movement.local_limit >= 0.0, "[muon] Expected local_limit >= 0, but got {}.", movement.local_limit);
+  RAGGED_CHECK(
+      math.row_beta2 >= 0.0 && math.row_beta2 < 1.0, "[muon] Expected row_beta2 in [0, 1), but got {}.",
+      math.row_beta2);
   check(math.newton_schulz);
   impl_->params = std::move(params);
   impl_->math = math;
@@ -347,6 +238,7 @@ void MuonPlan::step(std::span<const MuonPiece> pieces, const StepScale& scale) {
         numel, piece.param.numel(), piece.grad.defined() ? piece.grad.numel() : numel, piece.momentum.numel(),
         param.name, impl_->shard.rank(), impl_->shard.size());
   }
+  impl_->check_states(pieces);
   if (scale.skip || pieces.empty()) return;
   impl_->check_gradients(pieces);
   // [Note: one step] in the header: so many buckets are packed ahead of the one that computes, and as many are on their
@@ -358,7 +250,7 @@ void MuonPlan::step(std::span<const MuonPiece> pieces, const StepScale& scale) {
   for (std::size_t tick = 0; tick < count + 2 * ahead; ++tick) {
     if (tick < count)
       flights.push_back(impl_->pack(impl_->buckets[tick], slots[tick % slots.size()], pieces, scale.grad));
-    if (tick >= ahead && tick - ahead < count) impl_->compute(flights[tick - ahead]);
+    if (tick >= ahead && tick - ahead < count) impl_->compute(flights[tick - ahead], pieces);
     if (tick >= 2 * ahead && tick - 2 * ahead < count) {
       impl_->finish(flights[tick - 2 * ahead], pieces);
       flights[tick - 2 * ahead] = {};

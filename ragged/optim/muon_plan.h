@@ -10,6 +10,11 @@
 // nothing else, and a group of one, communicate nothing but go the same way, so the result doesn't depend on how many
 // ranks there are: bit for bit, given equal gradients.
 //
+// [Note: rows] NorMuon's second moment is a number a row, and lives with the momentum: on the rank that holds the row's
+// first element, whatever blocks the matrix is cut at. It goes to the root behind the pieces in the same all-to-all (4
+// bytes a row, 2 / columns of what travels anyway) and comes back moved. So no state depends on roots, which change
+// with the number of ranks, and checkpoints see one more ordinary sharded tensor.
+//
 // Muon: Jordan et al., 2024; scale "match_rms_adamw": Moonlight (arXiv 2502.16982); one root a matrix: veScale-FSDP
 // (arXiv 2602.22437), Algorithm 2.
 #pragma once
@@ -26,6 +31,7 @@
 #include "ragged/optim/matrix_layout.h"
 #include "ragged/optim/newton_schulz.h"
 #include "ragged/optim/optimizer.h"
+#include "ragged/optim/tile_codes.h"
 
 namespace ragged::optim {
 
@@ -49,6 +55,10 @@ struct MuonMath {
   NewtonSchulzOptions newton_schulz{};
   /// What travels, and so what Newton-Schulz sees, in a group of one too: bf16 or fp32.
   at::ScalarType wire_dtype = at::kBFloat16;
+  /// NorMuon: rows of the orthogonalised matrix are divided by the root of a moving average of their mean squares
+  /// (row_norm.h).
+  bool normuon = false;
+  double row_beta2 = 0.95;  // of that average
 };
 
 struct MuonMovement {
@@ -69,10 +79,19 @@ using MuonMatrix = ParamMatrix;
 struct MuonPiece {
   at::Tensor param;     // fp32, or another floating dtype through slower code
   at::Tensor grad;      // undefined: the parameter is untouched. All ranks must agree; see MuonPlan::step()
-  at::Tensor momentum;  // fp32 or bf16
+  at::Tensor momentum;  // fp32, bf16, or codes in uint8
   double lr = 1e-3;
   double weight_decay = 0.1;  // decoupled, before the update
+  /// Of a momentum in codes ([Note: tile codes] in tile_codes.h; it is coded as a first moment is): fp32, one a tile of
+  /// this rank's piece (TileGeometry::num_tiles()).
+  at::Tensor momentum_scales{};
+  TileFormat momentum_format = TileFormat::kPower;
+  /// NorMuon's: fp32, one a row that begins here (begun_rows()).
+  at::Tensor row_exp_avg_sq{};
 };
+
+/// Rows of `columns` elements whose first element is among these; [Note: rows].
+layout::Interval begun_rows(layout::Interval held, Index columns);
 
 class MuonPlan {
  public:

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
+#include "ragged/optim/tile_geometry.h"
 
 namespace ragged::optim {
 
@@ -98,6 +99,10 @@ const char* moment_format(at::ScalarType dtype) {
   return dtype == at::kFloat ? "fp32" : "bf16";
 }
 
+const char* tile_format_name(TileFormat format) {
+  return format == TileFormat::kPower ? "power 32x32" : "dynamic 32x32";
+}
+
 std::vector<Moments> make_moments(
     const OwnedParams& params, const std::function<std::optional<at::ScalarType>(const OwnedParam&)>& dtype_of) {
   const std::vector<OwnedParam>& list = params.list();
@@ -138,12 +143,45 @@ std::vector<layout::Interval> held_by_rank(const buffer::ShardedTensor& tensor, 
   return held;
 }
 
+StateLayout layout_beside(
+    const buffer::ShardedTensor& param, std::vector<Index> shape,
+    const std::function<layout::Interval(layout::Interval)>& of) {
+  StateLayout state{.shape = std::move(shape), .placements = {}, .owned = of(param.owned)};
+  for (const layout::Placement& placement : param.placements) {
+    const auto* ragged = std::get_if<layout::RaggedShard>(&placement);
+    if (!ragged) {
+      state.placements.push_back(placement);
+      continue;
+    }
+    std::vector<layout::Interval> by_rank;
+    for (int rank = 0; rank < ragged->world_size(); ++rank)
+      by_rank.push_back(of(layout::ragged_interval(param.shape, *ragged, rank)));
+    state.placements.emplace_back(layout::ragged_from_intervals(state.shape, by_rank));
+  }
+  return state;
+}
+
+StateLayout layout_of_scales(const buffer::ShardedTensor& param) {
+  return layout_beside(param, scales_shape(param.shape), [&](layout::Interval owned) {
+    return owned_scales(param.shape, owned, param.name);
+  });
+}
+
 buffer::ShardedTensor state_like(const OwnedParam& param, const char* suffix, const at::Tensor& local) {
   buffer::ShardedTensor state = param.tensor;
   state.name += suffix;
   state.dtype = local.scalar_type();
   state.local = local;
   state.requires_grad = false;
+  return state;
+}
+
+buffer::ShardedTensor state_beside(
+    const OwnedParam& param, const char* suffix, const at::Tensor& local, const StateLayout& layout) {
+  buffer::ShardedTensor state = state_like(param, suffix, local);
+  state.shape = layout.shape;
+  state.placements = layout.placements;
+  state.owned = layout.owned;
   return state;
 }
 

@@ -10,6 +10,7 @@
 #include "ragged/fsdp/unit.h"
 #include "ragged/optim/adamw_step.h"
 #include "ragged/optim/optimizer.h"
+#include "ragged/optim/tile_codes.h"
 
 namespace ragged::optim {
 
@@ -59,6 +60,8 @@ class OwnedParams {
 
 /// "fp32" or "bf16".
 const char* moment_format(at::ScalarType dtype);
+/// "power 32x32" or "dynamic 32x32".
+const char* tile_format_name(TileFormat format);
 
 /// Two moments of each of some parameters, zero, in the parameters' order in memory, so that what neighbours in the
 /// masters does so here.
@@ -73,7 +76,24 @@ std::vector<Moments> make_moments(
 /// Elements of a parameter that each of the `ranks` of its shard group holds.
 std::vector<layout::Interval> held_by_rank(const buffer::ShardedTensor& tensor, int ranks);
 
+/// How a state of another shape lies: cut where its parameter is cut.
+struct StateLayout {
+  std::vector<Index> shape;
+  std::vector<layout::Placement> placements;
+  layout::Interval owned;
+};
+/// `of` says which elements of the state go with an interval of the parameter's. It is asked about all ranks'
+/// intervals, so that what it throws all throw.
+StateLayout layout_beside(
+    const buffer::ShardedTensor& param, std::vector<Index> shape,
+    const std::function<layout::Interval(layout::Interval)>& of);
+/// Scales of 8-bit states, one a tile. Throws InvalidArgument where the tree's plan cuts tiles on any rank.
+StateLayout layout_of_scales(const buffer::ShardedTensor& param);
+
 /// A state that lies like its parameter.
 buffer::ShardedTensor state_like(const OwnedParam& param, const char* suffix, const at::Tensor& local);
+/// One that lies as `layout` says.
+buffer::ShardedTensor state_beside(
+    const OwnedParam& param, const char* suffix, const at::Tensor& local, const StateLayout& layout);
 
 }  // namespace ragged::optim

@@ -34,13 +34,13 @@ TileGeometry::Strip TileGeometry::strip(Index i) const {
 TileGeometry tile_geometry(std::span<const Index> shape, layout::Interval owned, std::string_view name) {
   RAGGED_CHECK(
       shape.size() >= 2,
-      "[adamw8bit] Expected a parameter of at least 2 dims to keep in tiles, but got the shape [{}] (param '{}'). Give "
+      "[tiles] Expected a parameter of at least 2 dims to keep in tiles, but got the shape [{}] (param '{}'). Give "
       "it the state format \"fp32\".",
       fmt::join(shape, ", "), name);
   const Index numel = checked_product(shape);
   RAGGED_CHECK(
       owned.empty() || (owned.begin >= 0 && owned.end <= numel),
-      "[adamw8bit] Expected elements of the {} that the shape [{}] has, but got [{}, {}) (param '{}').", numel,
+      "[tiles] Expected elements of the {} that the shape [{}] has, but got [{}, {}) (param '{}').", numel,
       fmt::join(shape, ", "), owned.begin, owned.end, name);
   TileGeometry g{.matrix_rows = shape[shape.size() - 2], .columns = shape.back()};
   if (numel == 0 || owned.empty()) return g;
@@ -48,7 +48,7 @@ TileGeometry tile_geometry(std::span<const Index> shape, layout::Interval owned,
   const bool whole = strip_at(owned.begin, g, &g.first_strip) && strip_at(owned.end, g, &end);
   RAGGED_CHECK(
       whole,
-      "[adamw8bit] Expected whole strips of {} rows, but elements [{}, {}) of the shape [{}] cut 32 x 32 tiles (param "
+      "[tiles] Expected whole strips of {} rows, but elements [{}, {}) of the shape [{}] cut 32 x 32 tiles (param "
       "'{}'). Shard it with a shard_policy that returns rows({}) for it, as tile_rows_policy() does.",
       tile_block_rows(shape), owned.begin, owned.end, fmt::join(shape, ", "), name, tile_block_rows(shape));
   g.num_strips = end - g.first_strip;

@@ -72,7 +72,7 @@ TEST(TileGeometry, names_the_policy_where_a_piece_cuts_a_tile) {
   const std::vector<Index> matrix{64, 10};
   EXPECT_INVALID(
       tile_geometry(matrix, {0, 310}, "layers.0.up"),
-      "[adamw8bit] Expected whole strips of 32 rows, but elements [0, 310) of the shape [64, 10] cut 32 x 32 tiles "
+      "[tiles] Expected whole strips of 32 rows, but elements [0, 310) of the shape [64, 10] cut 32 x 32 tiles "
       "(param 'layers.0.up'). Shard it with a shard_policy that returns rows(32) for it");
   EXPECT_INVALID(tile_geometry(matrix, {160, 640}, "w"), "[160, 640)");
   EXPECT_INVALID(tile_geometry(matrix, {325, 640}, "w"), "rows(32)");  // begins inside a row
