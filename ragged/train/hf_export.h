@@ -15,8 +15,8 @@ namespace ragged::train {
 class HfWeights;
 
 struct HfExportOptions {
-  std::string dtype = "keep";       // "fp32", "bf16", or as it is in the checkpoint
-  std::filesystem::path tokenizer;  // folder whose tokenizer files are copied; empty: a tokenizer for bytes
+  std::string dtype = "keep";         // "fp32", "bf16", or as it is in the checkpoint
+  std::filesystem::path tokenizer{};  // folder whose tokenizer files are copied; empty: a tokenizer for bytes
   checkpoint::ModelFilesOptions files{};
 };
 
