@@ -42,7 +42,8 @@ struct Part {
   bool announces_empty = false;         // says that a tensor without elements exists: on one rank
 };
 
-/// What a rank saves. Facts are equal on all ranks.
+/// What a rank saves. Texts and integers of the facts are equal on all ranks; of numbers, which may be measured, rank
+/// 0's are saved.
 struct RankState {
   std::vector<Part> parts{};
   Facts facts{};
