@@ -1,19 +1,26 @@
 """Checkpoints that `ragged train` wrote, read by others: stock torch.distributed.checkpoint with its Hugging Face
-reader, and the safetensors library. None of our code takes part in the reading."""
+reader, the safetensors library, where none of our code takes part in the reading; and the Python package, whose own
+checkpoints the command reads and resumes."""
 
+import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.optim import whole as gathered
+from support.ranks import run_threads
 
-from ragged_fsdp import _C
+from ragged_fsdp import _C, checkpoint, fully_shard
+from ragged_fsdp.optim import AdamW, AdamW8bit, Muon, muon_groups, tile_rows
 
 pytest.importorskip("safetensors")
+EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "train_llama.py"
 
 # ctest says where the command is; else: the extension lies in python/ragged_fsdp of a build folder, the command in bin.
 COMMAND = pathlib.Path(os.environ.get("RAGGED_BINARY") or pathlib.Path(_C.__file__).parents[2] / "bin" / "ragged")
@@ -57,15 +64,15 @@ def train(folder, ranks, *arguments):
     return folder / "run" / "checkpoints" / "step-3"
 
 
-def index(checkpoint):
-    return json.loads((checkpoint / "checkpoint.json").read_text())["content"]
+def index(folder):
+    return json.loads((folder / "checkpoint.json").read_text())["content"]
 
 
-def pieces(checkpoint):
+def pieces(folder):
     """(name, offset, tensor) of every box, by the safetensors library."""
     from safetensors import safe_open
 
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
             assert sorted(places) == sorted(opened.keys())
@@ -73,37 +80,105 @@ def pieces(checkpoint):
                 yield name, places[name]["saved_offsets"], opened.get_tensor(name)
 
 
-@pytest.mark.parametrize("ranks, options", [(3, []), (4, ["--parallel.replicate=2", "--optimizer.moment_dtype=bf16"]),
-                                            (2, ["--optimizer.kind=adamw8bit"])])
-def test_stock_dcp_loads_model_and_optimizer(tmp_path, ranks, options):
-    checkpoint = train(tmp_path, ranks, *options)
-    tensors = {t["name"]: t for t in index(checkpoint)["tensors"]}
+def whole_tensors(folder):
+    """The tensors, put together by hand, each element once."""
     from safetensors.torch import _getdtype
 
-    # Put together by hand, each element once.
+    tensors = {t["name"]: t for t in index(folder)["tensors"]}
     whole = {n: torch.zeros(t["shape"], dtype=_getdtype(t["dtype"])) for n, t in tensors.items()}
     times = {n: torch.zeros(t["shape"], dtype=torch.int32) for n, t in tensors.items()}
-    for name, offset, box in pieces(checkpoint):
+    for name, offset, box in pieces(folder):
         at = tuple(slice(o, o + n) for o, n in zip(offset, box.shape))
         whole[name][at] = box
         times[name][at] += 1
     assert all((count == 1).all() for count in times.values())
+    return whole
+
+
+@pytest.mark.parametrize("ranks, options", [(3, []), (4, ["--parallel.replicate=2", "--optimizer.moment_dtype=bf16"]),
+                                            (2, ["--optimizer.kind=adamw8bit"])])
+def test_stock_dcp_loads_model_and_optimizer(tmp_path, ranks, options):
+    folder = train(tmp_path, ranks, *options)
+    whole = whole_tensors(folder)
     assert any(w.float().abs().max() > 0 for n, w in whole.items() if n.startswith("state."))
 
     loaded = {n: torch.full_like(w, 7) for n, w in whole.items()}
-    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     for name, tensor in loaded.items():
         assert torch.equal(tensor, whole[name]), name
 
 
 def test_several_files_a_rank_are_needed_here(tmp_path):
-    checkpoint = train(tmp_path, 3)
-    names = sorted(p.name for p in checkpoint.glob("*.safetensors"))
+    folder = train(tmp_path, 3)
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
     assert any("-model-00002-of-" in name for name in names), names
 
 
 def test_names_are_those_that_torch_gives_optimizer_states(tmp_path):
-    checkpoint = train(tmp_path, 1)
-    names = [t["name"] for t in index(checkpoint)["tensors"]]
+    folder = train(tmp_path, 1)
+    names = [t["name"] for t in index(folder)["tensors"]]
     assert "layers.0.mlp.up_proj.weight" in names
     assert "state.layers.0.mlp.up_proj.weight.exp_avg" in names
+
+
+# ---- the command and the package read each other's -------------------------------------------------------------------
+
+MAKE = {
+    "adamw": lambda model: AdamW(model.named_parameters()),
+    "adamw8bit": lambda model: AdamW8bit(model.named_parameters(), embeddings="embed_tokens|lm_head"),
+    "muon": lambda model: Muon(muon_groups(model.named_parameters())),
+}
+
+
+def llama():
+    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    config = {"vocabulary": 256, "dim": 40, "layers": 2, "heads": 4, "kv_heads": 2, "feed_forward": 112, "head_dim": 0}
+    return example.Llama(types.SimpleNamespace(**config, rope_theta=1e4, norm_eps=1e-5))
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+
+def pass_through(rank, world, kind, source, target):
+    """Loads with the package, saves with it again; compares values and counts in between."""
+    model = llama()
+    for layer in model.layers:
+        fully_shard(layer, shard_policy=tile_rows)
+    fully_shard(model, shard_policy=tile_rows)
+    optimizer = MAKE[kind](model)
+    loaded = checkpoint.load(source, model, optimizer)
+    assert loaded.step == 3 and loaded.world_size == 2 and "[train]" in loaded.facts["config"]
+    want = whole_tensors(source)
+    for name, param in model.named_parameters():
+        assert torch.equal(gathered(param), want[name]), name
+        for key, value in optimizer.state[param].items():
+            if key == "step":
+                assert value.item() == 3
+            else:
+                key = {"momentum_buffer": "momentum"}.get(key, key.replace("_codes", ".codes").replace("_scales", ".scales"))
+                assert torch.equal(gathered(value), want[f"state.{name}.{key}"]), (name, key)
+    checkpoint.save(target, model, optimizer, step=3)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_package_loads_the_commands_checkpoint_and_the_command_resumes_the_packages(tmp_path, kind):
+    # 112 x 40: as large as AdamW8bit asks for.
+    options = [f"--optimizer.kind={kind}", "--train.steps=6", "--checkpoint.keep=0", "--model.feed_forward=112"]
+    source = train(tmp_path, 2, *options)
+    unbroken = whole_tensors(source.with_name("step-6"))
+    run_threads(3, pass_through, kind, source, tmp_path / "package")
+    ours = tmp_path / "package" / "step-3"
+    assert_same(whole_tensors(ours), whole_tensors(source))
+    assert (kind == "adamw8bit") == any(name.endswith(".codes") for name in whole_tensors(ours))
+
+    verified = subprocess.run([str(COMMAND), "inspect", "--verify", str(ours)], capture_output=True, text=True)
+    assert verified.returncode == 0 and "verified: all" in verified.stdout, verified.stdout + verified.stderr
+    assert "step 3, saved by 3 ranks" in verified.stdout and "optimizer.steps.lm_head.weight = 3" in verified.stdout
+
+    train(tmp_path, 2, *options, f"--checkpoint.resume={ours}", "--run.dir=resumed")
+    assert_same(whole_tensors(tmp_path / "resumed" / "checkpoints" / "step-6"), unbroken)
