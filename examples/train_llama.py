@@ -366,7 +366,8 @@ def planned_and_measured(forecast: dict[str, int], before: dict[str, float], aft
     rows = [
         ("gathered", forecast["gathered_bytes"], step["gathered_bytes"]),
         ("reduced", forecast["reduced_bytes"], step["reduced_bytes"]),
-        ("cast", forecast["cast_in"] + forecast["cast_grad"], step["cast_in"] + step["cast_grad"]),
+        ("masters cast", forecast["cast_in"], step["cast_in"]),
+        ("gradients, cast or in place", forecast["cast_grad"], step["cast_grad"] + step["in_place"]),
         ("copied", 0, step["copied"]),
         ("peak of unsharded images", forecast["peak_image_bytes"], step["peak_image_bytes"]),
     ]

@@ -92,6 +92,7 @@ struct ParallelConfig {
   Index backward_prefetch = 1;
   Index rows = 0;  // rows of a matrix that stay on one rank; 0: no such wish
   std::string collectives = "auto";
+  std::string gradients_in_place = "same_bits";
   double timeout_s = 600.0;
 };
 

@@ -27,6 +27,7 @@ constexpr std::string_view kNewtonSchulz[] = {"keller", "you", "polar_express", 
 constexpr std::string_view kReplicas[] = {"repeat", "share"};
 constexpr std::string_view kOnNonfinite[] = {"raise", "skip"};
 constexpr std::string_view kCollectives[] = {"auto", "stock"};
+constexpr std::string_view kGradientsInPlace[] = {"same_bits", "always", "no"};
 constexpr std::string_view kDevices[] = {"auto", "cpu", "cuda"};
 
 #define SLOT(member) [](Config& c) -> ConfigSlot { return &c.member; }
@@ -217,6 +218,11 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(parallel.collectives),
        .help = "auto: the fastest measured; stock: those that FSDP2 issues",
        .choices = kCollectives},
+      {.name = "parallel.gradients_in_place",
+       .slot = SLOT(parallel.gradients_in_place),
+       .help = "gradients of matrices computed where they are reduced; same_bits: where nothing changes by it; always: "
+               "where it can be; no: copied there",
+       .choices = kGradientsInPlace},
       {.name = "parallel.timeout_s",
        .slot = SLOT(parallel.timeout_s),
        .help = "seconds that a rank waits for the others",

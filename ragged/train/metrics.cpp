@@ -44,7 +44,8 @@ std::string bytes_table(const StepBytes& planned, const StepBytes& measured) {
   row("padding", &StepBytes::padding_bytes);
   row("gathered", &StepBytes::gathered_bytes);
   row("reduced", &StepBytes::reduced_bytes);
-  row("cast", &StepBytes::cast_bytes);
+  row("masters cast", &StepBytes::cast_bytes);
+  row("gradients, cast or in place", &StepBytes::gradient_bytes);
   row("copied", &StepBytes::copied_bytes);
   row("peak of unsharded images", &StepBytes::peak_image_bytes);
   held("parameters, held", &PersistentBytes::parameters);

@@ -40,7 +40,8 @@ struct StepBytes {
   Index padding_bytes = 0;
   Index gathered_bytes = 0;
   Index reduced_bytes = 0;
-  Index cast_bytes = 0;
+  Index cast_bytes = 0;      // masters into images
+  Index gradient_bytes = 0;  // gradients into reduce buffers, by a cast or by the operation that computes them
   Index copied_bytes = 0;
   Index peak_image_bytes = 0;
   PersistentBytes persistent_bytes = {};

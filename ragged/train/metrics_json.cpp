@@ -19,13 +19,10 @@ Json to_object(const PersistentBytes& bytes) {
 
 Json to_object(const StepBytes& bytes) {
   return {
-      {"padding_bytes", bytes.padding_bytes},
-      {"gathered_bytes", bytes.gathered_bytes},
-      {"reduced_bytes", bytes.reduced_bytes},
-      {"cast_bytes", bytes.cast_bytes},
-      {"copied_bytes", bytes.copied_bytes},
-      {"peak_image_bytes", bytes.peak_image_bytes},
-      {"persistent_bytes", to_object(bytes.persistent_bytes)},
+      {"padding_bytes", bytes.padding_bytes},       {"gathered_bytes", bytes.gathered_bytes},
+      {"reduced_bytes", bytes.reduced_bytes},       {"cast_bytes", bytes.cast_bytes},
+      {"gradient_bytes", bytes.gradient_bytes},     {"copied_bytes", bytes.copied_bytes},
+      {"peak_image_bytes", bytes.peak_image_bytes}, {"persistent_bytes", to_object(bytes.persistent_bytes)},
   };
 }
 

@@ -25,7 +25,8 @@ StepBytes StepMeter::bytes() const {
   return {
       .gathered_bytes = after.traffic.gathered_bytes - before_.traffic.gathered_bytes,
       .reduced_bytes = after.traffic.reduced_bytes - before_.traffic.reduced_bytes,
-      .cast_bytes = after.bytes.cast_in - before_.bytes.cast_in + after.bytes.cast_grad - before_.bytes.cast_grad,
+      .cast_bytes = after.bytes.cast_in - before_.bytes.cast_in,
+      .gradient_bytes = after.bytes.cast_grad + after.bytes.in_place - before_.bytes.cast_grad - before_.bytes.in_place,
       .copied_bytes = after.bytes.copied - before_.bytes.copied,
       .peak_image_bytes = after.peak_image_bytes,
   };
@@ -53,7 +54,8 @@ StepBytes to_step_bytes(const fsdp::StepForecast& forecast) {
       .padding_bytes = forecast.padding_bytes,
       .gathered_bytes = forecast.gathered_bytes,
       .reduced_bytes = forecast.reduced_bytes,
-      .cast_bytes = forecast.cast_in_bytes + forecast.cast_grad_bytes,
+      .cast_bytes = forecast.cast_in_bytes,
+      .gradient_bytes = forecast.cast_grad_bytes,
       .copied_bytes = forecast.copied_bytes,
       .peak_image_bytes = forecast.peak_image_bytes,
   };

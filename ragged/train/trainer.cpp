@@ -58,6 +58,11 @@ std::string name_of(const torch::nn::Module& child, const torch::nn::Module& roo
   throw InternalError("[train] A layer isn't a module of its model.");
 }
 
+fsdp::GradientsInPlace parse_in_place(const std::string& text) {
+  if (text == "always") return fsdp::GradientsInPlace::kAlways;
+  return text == "no" ? fsdp::GradientsInPlace::kNo : fsdp::GradientsInPlace::kSameBits;
+}
+
 // A unit a layer; embedding, last norm and head are the root's own.
 std::shared_ptr<fsdp::Unit> shard_model(
     LanguageModel& model, const ParamChoices& choices, const comm::MeshGroups& groups, const Config& config,
@@ -67,6 +72,7 @@ std::shared_ptr<fsdp::Unit> shard_model(
   options.mixed_precision.param_dtype = param_dtype;
   options.mixed_precision.reduce_dtype = parse_scalar_type(config.train.reduce_dtype);
   options.shard_policy = shard_policy(config, choices, "");
+  options.gradients_in_place = parse_in_place(config.parallel.gradients_in_place);
 
   fsdp::FullyShardOptions layer_options = options;
   layer_options.reshard_after_forward = config.parallel.reshard_after_forward;
