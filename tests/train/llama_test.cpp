@@ -30,7 +30,7 @@ at::Tensor some_tokens(Index batch, Index sequence) {
 
 // One head at a time, with the definition of attention and of a rotation, in fp64.
 at::Tensor attention_twin(Attention& attention, const ModelConfig& config, const at::Tensor& x) {
-  const Index head_dim = config.dim / config.heads;
+  const Index head_dim = config.dim_of_head();
   const Index sequence = x.size(1);
   const auto project = [&](const std::shared_ptr<Linear>& linear, const at::Tensor& y) {
     return at::matmul(y, linear->weight.to(at::kDouble).t());
@@ -115,6 +115,40 @@ TEST(Llama, attention_with_equal_heads_equals_its_definition) {
   const at::Tensor x = at::randn({1, 5, config.dim});
   const at::Tensor expected = attention_twin(attention, config, x);
   EXPECT_LT((attention.forward(x) - expected).norm().item<double>() / expected.norm().item<double>(), 1e-6);
+}
+
+TEST(Llama, attention_with_heads_of_another_width_equals_its_definition) {
+  ModelConfig config = kSmall;
+  config.head_dim = 10;
+  const auto model = make_model(config);
+  Attention& attention = *model->layers[0]->self_attn;
+  EXPECT_EQ(attention.q_proj->weight.sizes(), (std::vector<Index>{60, 24}));
+  EXPECT_EQ(attention.o_proj->weight.sizes(), (std::vector<Index>{24, 60}));
+  const at::Tensor x = at::randn({2, 5, config.dim});
+  const at::Tensor expected = attention_twin(attention, config, x);
+  EXPECT_LT((attention.forward(x) - expected).norm().item<double>() / expected.norm().item<double>(), 1e-6);
+}
+
+TEST(Llama, a_tied_head_is_the_embedding) {
+  ModelConfig config = kSmall;
+  config.tied_embeddings = true;
+  const auto tied = make_model(config);
+  EXPECT_EQ(tied->lm_head->weight.unsafeGetTensorImpl(), tied->embed_tokens->weight.unsafeGetTensorImpl());
+  EXPECT_EQ(parameter_count(*tied), parameter_count(*make_model(kSmall)) - 256 * 24);
+  const auto apart = make_model(kSmall);
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& parameter : tied->named_parameters()) {
+      apart->named_parameters()[parameter.key()].copy_(parameter.value());
+    }
+  }
+  const at::Tensor tokens = some_tokens(2, 9);
+  const at::Tensor targets = some_tokens(2, 9);
+  EXPECT_TRUE(at::equal(tied->forward_logits(tokens), apart->forward_logits(tokens)));
+  tied->forward(tokens, targets).backward();
+  apart->forward(tokens, targets).backward();
+  const at::Tensor both = apart->embed_tokens->weight.grad() + apart->lm_head->weight.grad();
+  EXPECT_LT((tied->embed_tokens->weight.grad() - both).norm().item<double>() / both.norm().item<double>(), 1e-6);
 }
 
 TEST(Llama, logits_do_not_depend_on_later_tokens) {

@@ -138,6 +138,26 @@ TEST(Moe, one_expert_equals_its_definition) {
   expect_equals_twin(*make_model(config)->layers[0]->mlp, config, at::randn({1, 4, config.dim}));
 }
 
+TEST(Moe, without_biases_is_with_biases_of_zero) {
+  const auto with = make_model(kSmall);
+  ModelConfig config = kSmall;
+  config.expert_biases = false;
+  config.tied_embeddings = true;
+  const auto without = make_model(config);
+  {
+    const at::NoGradGuard no_grad;
+    const auto source = without->named_parameters();
+    for (const auto& parameter : with->named_parameters()) {
+      const at::Tensor* value = source.find(parameter.key());
+      EXPECT_EQ(value == nullptr, parameter.key().ends_with("bias")) << parameter.key();
+      value ? parameter.value().copy_(*value) : parameter.value().zero_();
+    }
+  }
+  const at::Tensor tokens = some_tokens(3, 7);
+  const at::Tensor expected = with->forward_logits(tokens);
+  EXPECT_LT(relative(without->forward_logits(tokens), expected), 1e-6);
+}
+
 TEST(Moe, experts_without_tokens_change_nothing_and_get_zero_gradients) {
   const auto model = make_model(kSmall);
   MoeMlp& mlp = *model->layers[1]->mlp;

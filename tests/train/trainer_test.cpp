@@ -108,6 +108,18 @@ TEST_F(Trainer, experts_train_alike_on_any_number_of_ranks) {
   EXPECT_NE(recomputed.loss(0), one.loss(0));
 }
 
+TEST_F(Trainer, tied_embeddings_and_experts_without_biases_train_alike_on_any_number_of_ranks) {
+  config_.model.tied_embeddings = true;
+  config_.model.head_dim = 6;
+  for (const bool has_experts : {false, true}) {
+    config_.model.kind = has_experts ? "moe" : "llama";
+    config_.model.expert_biases = !has_experts;
+    const Outcome one = run(1, config_);
+    EXPECT_LT(one.loss(2), one.loss(0));
+    for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-5, std::to_string(ranks) + " ranks");
+  }
+}
+
 TEST_F(Trainer, accumulation_gives_the_run_of_the_larger_batch) {
   const Outcome whole = run(2, shared_by(2));
   Config config = shared_by(4);
@@ -234,6 +246,31 @@ TEST_F(Trainer, muon_trains_alike_on_any_number_of_ranks) {
   expect_equal(one, run(4, config), 2e-3, "2 x 2, shared");
   config.optimizer.momentum_format = "bf16";
   expect_equal(one, run(4, config), 1e-2, "bf16 momentum");
+}
+
+TEST_F(Trainer, soap_trains_alike_on_any_number_of_ranks) {
+  config_.optimizer.kind = "soap";
+  config_.optimizer.precondition_frequency = 1;
+  const Outcome one = run(1, config_);
+  for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-3, std::to_string(ranks) + " ranks");
+  Config config = shared_by(4);
+  config.parallel.replicate = 2;
+  expect_equal(one, run(4, config), 2e-3, "2 x 2");
+  config.optimizer.wire_dtype = "bf16";
+  expect_equal(one, run(4, config), 1e-2, "bf16 on the wire");
+}
+
+TEST_F(Trainer, soap_takes_experts_parts_of_fused_weights_and_long_sides) {
+  config_.model.kind = "moe";
+  config_.model.feed_forward = 12;
+  config_.model.experts = 3;
+  config_.optimizer.kind = "soap";
+  config_.optimizer.rules = {{.match = "gate_up_proj$", .splits = std::vector<Index>{12, 12}}};
+  const Outcome split = run(2, shared_by(2));
+  expect_equal(split, run(4, shared_by(4)), 2e-3, "4 ranks");
+  config_.optimizer.max_precondition_dim = 12;
+  const Outcome one_sided = run(4, shared_by(4));
+  EXPECT_NE(one_sided.loss(2), split.loss(2));
 }
 
 TEST_F(Trainer, muon_orthogonalises_experts_and_the_parts_of_fused_weights) {
