@@ -187,16 +187,14 @@ void SoapPlan::Impl::compute(
     flight.local[i] = update(flight.local[i], member.matrix, piece_of(pieces, member), states[member.matrix]);
   }
   flight.work.wait();
-  const at::Tensor results = at::zeros_like(flight.rooted);
   for (std::size_t i = 0; i < bucket.members.size(); ++i) {
     const Member& member = bucket.members[i];
     const ParamMatrix& m = layout.matrices[member.matrix];
     const SoapPiece& piece = piece_of(pieces, member);
     if (m.is_local || m.root != shard.rank() || !piece.grad.defined()) continue;
     const at::Tensor grad = bucket.exchange.assemble(flight.rooted, i);
-    bucket.exchange.disassemble(update(grad, member.matrix, piece, states[member.matrix]), results, i);
+    bucket.exchange.disassemble(update(grad, member.matrix, piece, states[member.matrix]), flight.rooted, i);
   }
-  flight.rooted = results;
   flight.work = bucket.exchange.to_holders(flight.rooted, flight.held);
 }
 

@@ -1,5 +1,6 @@
-// States of every optimizer over any number of ranks: codes and scales of 8-bit moments, momentum, fp32 beside them. A
-// run that is saved and loaded between two steps takes the second one as if nothing had been.
+// States of every optimizer over any number of ranks: codes and scales of 8-bit moments, momentum, fp32 beside them,
+// and those of SOAP, which lie whole on one rank, another one where there are more or fewer. A run that is saved and
+// loaded between two steps takes the second one as if nothing had been.
 #include <map>
 #include <string>
 
@@ -55,7 +56,11 @@ std::vector<Case> cases() {
       {"adamw8bit power", {.kind = "adamw8bit", .rules = rule("rows|experts|unused", "power")}},
       {"adamw8bit dynamic", {.kind = "adamw8bit", .rules = rule("rows|experts|unused", "dynamic")}},
       {"muon", {.kind = "muon"}},
-      {"muon bf16", {.kind = "muon", .rules = rule("rows", "bf16")}}};
+      {"muon bf16", {.kind = "muon", .rules = rule("rows", "bf16")}},
+      {"normuon", {.kind = "muon", .muon = {.math = {.normuon = true}}}},
+      {"muon power", {.kind = "muon", .muon = {.momentum_format = "power"}}},
+      {"normuon dynamic", {.kind = "muon", .rules = rule("experts", "dynamic"), .muon = {.math = {.normuon = true}}}},
+      {"soap", {.kind = "soap", .soap = {.math = {.precondition_frequency = 1, .max_precondition_dim = 40}}}}};
 }
 
 struct Stepped {
@@ -129,25 +134,28 @@ TEST_P(OptimizerStates, continue_bit_for_bit) {
       run.step(2);
       after_three.add(run.items());
     });
-    test::run_ranks(mesh.size(), [&](comm::World& world) {
-      Stepped run(world, mesh, GetParam().spec);
-      test::fill(run.items(), 5);
-      const LoadReport report = load(world.all(), root / "step-2", run.items());
-      std::vector<std::int64_t> steps;
-      for (std::size_t i = 0; i < report.facts.integers.size(); ++i) {
-        steps.push_back(report.facts.integers.at(std::to_string(i)));
-      }
-      run.optimizer->set_steps(steps);
-      run.root->mark_parameters_changed();
-      run.step(2);
-      EXPECT_THAT(after_three.differing(run.items()), IsEmpty()) << to_string(mesh);
-    });
+    for (const MeshShape& loaded : {mesh, MeshShape{1, 2}}) {
+      test::run_ranks(loaded.size(), [&](comm::World& world) {
+        Stepped run(world, loaded, GetParam().spec);
+        test::fill(run.items(), 5);
+        const LoadReport report = load(world.all(), root / "step-2", run.items());
+        std::vector<std::int64_t> steps;
+        for (std::size_t i = 0; i < report.facts.integers.size(); ++i) {
+          steps.push_back(report.facts.integers.at(std::to_string(i)));
+        }
+        run.optimizer->set_steps(steps);
+        run.root->mark_parameters_changed();
+        run.step(2);
+        EXPECT_THAT(after_three.differing(run.items()), IsEmpty()) << to_string(mesh) << " -> " << to_string(loaded);
+      });
+    }
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Checkpoint, OptimizerStates, ::testing::ValuesIn(cases()), [](const auto& instance) {
   std::string name = instance.param.name;
-  std::ranges::replace(name, ' ', '_');
+  std::ranges::replace_if(
+      name, [](char c) { return c == ' ' || c == '-'; }, '_');
   return name;
 });
 

@@ -194,7 +194,7 @@ class CliTest(unittest.TestCase):
     # --- runs ---
 
     def test_every_optimizer_runs_and_says_what_it_holds(self):
-        for kind in ("adamw", "adamw8bit", "muon"):
+        for kind in ("adamw", "adamw8bit", "muon", "soap"):
             with self.subTest(kind):
                 outputs = self.run_ranks(2, f"--optimizer.kind={kind}", f"--run.dir=runs/{kind}")
                 self.assertRegex(outputs[0], r"layers\.\*\.self_attn\.q_proj\.weight +x 2 +24 x 24 +" + kind)

@@ -42,10 +42,12 @@ void expect_in(const std::string& text, std::initializer_list<std::string_view> 
   }
 }
 
-TEST(ParamRules, muon_takes_hidden_matrices_and_stacks_of_experts) {
-  const std::vector<std::string> expected{"adamw", "adamw", "muon", "adamw", "adamw", "muon",
-                                          "muon",  "adamw", "muon", "adamw", "adamw"};
-  EXPECT_EQ(kinds("muon"), expected);
+TEST(ParamRules, muon_and_soap_take_hidden_matrices_and_stacks_of_experts) {
+  for (const std::string kind : {"muon", "soap"}) {
+    const std::vector<std::string> expected{"adamw", "adamw", kind, "adamw", "adamw", kind,
+                                            kind,    "adamw", kind, "adamw", "adamw"};
+    EXPECT_EQ(kinds(kind), expected);
+  }
 }
 
 TEST(ParamRules, elementwise_optimizers_take_all) {
@@ -115,7 +117,7 @@ TEST(ParamRules, bad_regular_expression_says_what_to_write) {
 
 TEST(ParamRules, unknown_kind_suggests_the_nearest) {
   expect_in(message("adamw", {{.match = "norm", .kind = "moun"}}), {"'moun'", "rule 1 of 1", "'muon'?"});
-  expect_in(message("lion", {}), {"'lion'", "adamw, adamw8bit, muon"});
+  expect_in(message("lion", {}), {"'lion'", "adamw, adamw8bit, muon, soap"});
 }
 
 TEST(ParamRules, vector_sent_to_muon_is_named_with_a_remedy) {

@@ -80,6 +80,18 @@ TEST(OptimizerSetup, blocks_follow_from_states) {
   EXPECT_FALSE(by_hand({.name = "input_layernorm.weight", .shape = {256}}));
 }
 
+TEST(OptimizerSetup, momenta_in_8_bits_need_tiles_too) {
+  Config config = config_of("muon");
+  config.optimizer.momentum_format = "power";
+  config.optimizer.rules = {{.match = "k_proj", .state_format = "bf16"}};
+  const auto model = make_model(config.model, parameters_on(c10::kMeta));
+  const ParamChoices choices = resolve_optimizers(config, *model);
+  const fsdp::ShardPolicy of_layer = shard_policy(config, choices, "layers.1.");
+  EXPECT_EQ(of_layer({.name = "self_attn.q_proj.weight", .shape = {256, 256}}), plan::rows(32));
+  EXPECT_FALSE(of_layer({.name = "self_attn.k_proj.weight", .shape = {128, 256}}));
+  EXPECT_FALSE(of_layer({.name = "input_layernorm.weight", .shape = {256}}));
+}
+
 TEST(OptimizerSetup, adamw_needs_no_blocks) {
   const Config config = config_of("adamw");
   const auto model = make_model(config.model, parameters_on(c10::kMeta));
@@ -132,6 +144,11 @@ TEST(OptimizerSetup, settings_reach_each_optimizer) {
   config.optimizer.scale = "original";
   config.optimizer.newton_schulz = "you";
   config.optimizer.replicas = "share";
+  config.optimizer.normuon = true;
+  config.optimizer.row_beta2 = 0.375;
+  config.optimizer.precondition_frequency = 3;
+  config.optimizer.max_precondition_dim = 77;
+  config.optimizer.wire_dtype = "bf16";
   config.optimizer.rules = {{.match = "x"}};
   const optim::OptimizerSpec spec = optimizer_spec(config);
   EXPECT_EQ(spec.kind, "muon");
@@ -154,6 +171,15 @@ TEST(OptimizerSetup, settings_reach_each_optimizer) {
   EXPECT_EQ(spec.muon.math.scale, optim::MuonScale::kOriginal);
   EXPECT_EQ(spec.muon.math.newton_schulz.coefficients, "you");
   EXPECT_EQ(spec.muon.movement.replicas, optim::MuonReplicas::kShare);
+  EXPECT_TRUE(spec.muon.math.normuon);
+  EXPECT_EQ(spec.muon.math.row_beta2, 0.375);
+  EXPECT_EQ(spec.soap.weight_decay, 0.5);
+  EXPECT_EQ(spec.soap.math.beta1, 0.5);
+  EXPECT_EQ(spec.soap.math.beta2, 0.75);
+  EXPECT_EQ(spec.soap.math.eps, 1e-3);
+  EXPECT_EQ(spec.soap.math.precondition_frequency, 3);
+  EXPECT_EQ(spec.soap.math.max_precondition_dim, 77);
+  EXPECT_EQ(spec.soap.math.wire_dtype, at::kBFloat16);
 }
 
 TEST(OptimizerSetup, default_rules_are_told) {
