@@ -202,8 +202,7 @@ void bind_models(py::module_& module) {
   module.def(
       "write_model_files",
       [](const std::string& path, const std::vector<std::pair<std::string, std::vector<Index>>>& tensors,
-         const std::vector<at::ScalarType>& dtypes, const std::function<at::Tensor(std::size_t)>& give,
-         Index max_file_bytes) {
+         const std::vector<at::ScalarType>& dtypes, const py::function& give, Index max_file_bytes) {
         std::vector<plan::SafetensorsEntry> entries;
         for (std::size_t i = 0; i < tensors.size(); ++i) {
           entries.push_back(
@@ -211,7 +210,7 @@ void bind_models(py::module_& module) {
         }
         checkpoint::NewFolder folder(path);
         const auto take_from = [&](std::size_t i, const checkpoint::TakeBytes& take) {
-          const at::Tensor whole = give(i);
+          const auto whole = give(i).cast<at::Tensor>();
           take({static_cast<const std::byte*>(whole.const_data_ptr()), whole.nbytes()});
         };
         const checkpoint::WrittenModel written = checkpoint::write_model_files(

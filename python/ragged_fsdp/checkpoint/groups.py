@@ -32,14 +32,14 @@ class Ranks:
 
     def agreed(self, body: Callable[[], Result]) -> Result:
         """What `body`, which issues no collective, returns. Where it raises on some ranks, all raise the same:
-        InvalidArgument for a ValueError or TypeError, else CheckpointError. Collective."""
+        InvalidArgument for a ValueError, else CheckpointError. Collective."""
         cause: Exception | None = None
         try:
             result = body()
         except Exception as error:
             cause = error
         try:
-            _C.agree(self.all, _text_of(cause), isinstance(cause, (ValueError, TypeError)))
+            _C.agree(self.all, _text_of(cause), isinstance(cause, ValueError))
         except Exception as told:
             raise told from cause
         return result
