@@ -1,12 +1,14 @@
 #include "ragged/checkpoint/model_files.h"
 
 #include <algorithm>
-#include <optional>
+#include <cerrno>
 #include <set>
 #include <system_error>
 #include <utility>
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include "ragged/checkpoint/check.h"
@@ -211,18 +213,27 @@ NewFolder::NewFolder(const fs::path& path) : path_(path) {
       "another name.",
       path_.string());
   const fs::path parent = path_.has_parent_path() ? path_.parent_path() : fs::path(".");
-  temporary_ = parent / fmt::format(".tmp-{}-{}", path_.filename().string(), ::getpid());
-  fs::create_directories(parent, error);
-  if (!error) fs::remove_all(temporary_, error);
-  if (!error) fs::create_directory(temporary_, error);
+  temporary_ = parent / fmt::format(".tmp-{}", path_.filename().string());
+  fs::create_directories(temporary_, error);
   RAGGED_CHECKPOINT_CHECK(
       !error, "[model] Expected to make the folder '{}', but got: {}. Choose a folder that can be written.",
       temporary_.string(), error.message());
+  lock_ = ::open(temporary_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  // Where a file system knows no locks there is none.
+  const bool is_taken = lock_ >= 0 && ::flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (is_taken) ::close(std::exchange(lock_, -1));
+  RAGGED_CHECKPOINT_CHECK(
+      !is_taken,
+      "[model] Expected to write '{}' alone, but another process is at it. Wait for it, or choose another "
+      "name.",
+      path_.string());
+  for (const fs::directory_entry& left : fs::directory_iterator(temporary_, error)) fs::remove_all(left.path(), error);
 }
 
 NewFolder::~NewFolder() {
   std::error_code ignored;
   if (!is_published_) fs::remove_all(temporary_, ignored);
+  if (lock_ >= 0) ::close(lock_);
 }
 
 void NewFolder::publish() {

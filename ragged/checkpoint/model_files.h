@@ -76,11 +76,12 @@ WrittenModel write_model_files(
     const std::filesystem::path& folder, std::vector<plan::SafetensorsEntry> tensors, const GiveTensor& give,
     const ModelFilesOptions& options = {});
 
-/// A folder that appears whole or not at all: written under another name beside it, then renamed.
+/// A folder that appears whole or not at all: written under another name beside it (".tmp-NAME"), then renamed. What a
+/// killed process left under that name is swept away by the next.
 class NewFolder {
  public:
   /// Makes the temporary folder. Throws CheckpointError where `path` exists already, unless as an empty folder: nothing
-  /// is ever overwritten.
+  /// is ever overwritten; and where another process is writing it.
   explicit NewFolder(const std::filesystem::path& path);
   /// Drops what wasn't published.
   ~NewFolder();
@@ -94,6 +95,7 @@ class NewFolder {
  private:
   std::filesystem::path path_;
   std::filesystem::path temporary_;
+  int lock_ = -1;  // descriptor of the temporary folder
   bool is_published_ = false;
 };
 

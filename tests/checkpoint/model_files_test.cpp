@@ -239,6 +239,22 @@ TEST(NewFolder, what_isnt_published_is_gone) {
   EXPECT_TRUE(fs::is_empty(parent.path()));
 }
 
+TEST(NewFolder, is_written_by_one_at_a_time_and_sweeps_what_was_left) {
+  const CheckpointFolder parent;
+  fs::create_directories(parent / ".tmp-out/deep");
+  write_file(parent / ".tmp-out" / "left", "x");
+  {
+    const NewFolder first(parent / "out");
+    EXPECT_TRUE(fs::is_empty(first.temporary()));
+    write_file(first.temporary() / "a", "x");
+    EXPECT_CHECKPOINT_ERROR(NewFolder(parent / "out"), "another process is at it");
+    EXPECT_TRUE(fs::exists(first.temporary() / "a"));
+  }
+  NewFolder again(parent / "out");
+  again.publish();
+  EXPECT_TRUE(fs::is_directory(parent / "out"));
+}
+
 TEST(NewFolder, nothing_is_overwritten) {
   const CheckpointFolder parent;
   fs::create_directories(parent / "full");
