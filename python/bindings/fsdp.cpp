@@ -7,6 +7,7 @@
 #include "python/bindings/group_front.h"
 #include "python/bindings/python_calls.h"
 #include "ragged/base/error.h"
+#include "ragged/fsdp/gradients_in_place.h"
 #include "ragged/fsdp/plan_group.h"
 #include "ragged/fsdp/runtime.h"
 #include "ragged/plan/plan_json.h"
@@ -171,6 +172,27 @@ py::dict forecast_of(const Runtime& runtime, int micro_batches, bool sync_each) 
   return result;
 }
 
+constexpr std::pair<const char*, fsdp::GradientsInPlace> kInPlaceNames[] = {
+    {"no", fsdp::GradientsInPlace::kNo},
+    {"same_bits", fsdp::GradientsInPlace::kSameBits},
+    {"always", fsdp::GradientsInPlace::kAlways},
+};
+
+std::string in_place_name(fsdp::GradientsInPlace value) {
+  for (const auto& [name, known] : kInPlaceNames) {
+    if (known == value) return name;
+  }
+  throw InternalError("[gradients_in_place] A value without a name.");
+}
+
+fsdp::GradientsInPlace parse_in_place(const std::string& text) {
+  for (const auto& [name, value] : kInPlaceNames) {
+    if (name == text) return value;
+  }
+  throw InvalidArgument(
+      fmt::format("[fully_shard] Expected gradients_in_place to be no, same_bits or always, but got '{}'.", text));
+}
+
 plan::PlanStrategy parse_strategy(const std::string& text) {
   if (text == "auto") return plan::PlanStrategy::kAuto;
   if (text == "single") return plan::PlanStrategy::kSingle;
@@ -321,6 +343,9 @@ void bind_group(py::module_& module) {
       .def_property_readonly("image_numel", [](const ParamGroup& g) { return g.plan().image_numel(); })
       .def_property_readonly(
           "local_numel", [](const ParamGroup& g) { return g.plan().local_numel(g.spec().groups.shard.rank()); })
+      .def_property(
+          "gradients_in_place", [](const ParamGroup& group) { return in_place_name(group.gradients_in_place); },
+          [](ParamGroup& group, const std::string& name) { group.gradients_in_place = parse_in_place(name); })
       .def_readwrite("requires_gradient_sync", &ParamGroup::requires_gradient_sync)
       .def_readwrite("requires_all_reduce", &ParamGroup::requires_all_reduce)
       .def_readwrite("reshard_after_forward", &ParamGroup::reshard_after_forward)
@@ -404,9 +429,28 @@ void bind_runtime(py::module_& module) {
 
 }  // namespace
 
+void bind_in_place(py::module_& module) {
+  module.def(
+      "linear",
+      [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+        py::gil_scoped_release no_gil;
+        return fsdp::linear(x, weight, bias);
+      },
+      "F.linear, whose weight's gradient is computed in place where it can be.", py::arg("x"), py::arg("weight"),
+      py::arg("bias"));
+  module.def(
+      "embedding",
+      [](const at::Tensor& weight, const at::Tensor& indices, Index padding_index) {
+        py::gil_scoped_release no_gil;
+        return fsdp::embedding(weight, indices, padding_index);
+      },
+      "F.embedding, likewise; -1: no padding.", py::arg("weight"), py::arg("indices"), py::arg("padding_index"));
+}
+
 void bind_fsdp(py::module_& module) {
   bind_planning(module);
   bind_group(module);
+  bind_in_place(module);
   bind_runtime(module);
 }
 

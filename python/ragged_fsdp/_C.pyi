@@ -292,6 +292,7 @@ class PythonCalls:
 class ParamGroup:
     """Parameters that share one plan, one image and one collective."""
 
+    gradients_in_place: str
     requires_gradient_sync: bool
     requires_all_reduce: bool
     reshard_after_forward: bool
@@ -393,6 +394,12 @@ def plan_bucket(
     options: PlanOptions,
 ) -> tuple[str, str, dict[str, int]]:
     """(JSON, text, numbers) of a bucket's plan; `element_bytes` of the narrowest dtype that travels."""
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear, whose weight's gradient is computed in place where it can be."""
+
+def embedding(weight: Tensor, indices: Tensor, padding_index: int) -> Tensor:
+    """F.embedding, likewise; -1: no padding."""
 
 class RuntimeUnit:
     """What one fully_shard call took."""

@@ -11,7 +11,7 @@ from torch.distributed._composable import contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from ragged_fsdp import _C
+from ragged_fsdp import _C, in_place
 from ragged_fsdp.blocks import Block, ShardPolicy
 from ragged_fsdp.mesh import DataMesh, DataParallelMeshDims, resolve_mesh
 from ragged_fsdp.module import FSDPModule
@@ -34,16 +34,23 @@ def fully_shard(
     shard_policy: ShardPolicy | Block | None = None,
     collectives: str | None = None,
     planning: Planning = Planning(),
+    gradients_in_place: bool | str = False,
 ) -> Any:
     """Shards every parameter below `module` that no earlier call took, as one unit. Blocks first, the root last; returns what it was given.
 
-    The arguments are those of FSDP2 (torch 2.15), and three more:
+    The arguments are those of FSDP2 (torch 2.15), and four more:
 
     shard_policy: a function of (name, parameter) that returns the block which must stay on one rank: rows(32), elements(n), tile(128, 128),
         whole(), or None for 16 bytes; or one such block for all (veScale-FSDP section 4). It must answer alike on all ranks.
     collectives: "auto" chooses what is fastest on the backend; "stock" issues the operations that FSDP2 does. Default: the environment
         variable RAGGED_COLLECTIVES, else "auto".
     planning: how the planner may lay the unit out; the default splits buckets and moves odd tensors to a ragged tail where that saves padding.
+
+    gradients_in_place: the weight gradients of nn.Linear and nn.Embedding children of this unit are computed where they are reduced, without a
+        gradient tensor and its copy (ragged_fsdp/in_place.py). "same_bits": where that gives the bits of a copy: weights reduced in the dtype they
+        compute in, first addend of a step. True: later addends (micro-batches, several uses) are accumulated by the product itself, and
+        products of bf16 aren't rounded before they are reduced in fp32, so that last bits differ. Other modules, torch.compile, autocast,
+        DTensors and frozen weights take torch's own way, whatever this says. Hooks on *unsharded* weights see no gradient.
 
     mesh: 1-D shards, 2-D replicates over dim 0 and shards over dim 1; default: all ranks. With `dp_mesh_dims`, the full mesh of DTensor
         parameters and the names of its data-parallel dims.
@@ -58,6 +65,7 @@ def fully_shard(
     Raises ValueError (InvalidArgument is one) for a module that can't be sharded, a parameter tied across units, 0-dim parameters, meshes and
     policies that make no sense, before any communication; AssertionError for a module sharded twice.
     """
+    in_place_choice = in_place.parse(gradients_in_place)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_without_nested(module))
     for each in modules:
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
@@ -78,6 +86,10 @@ def fully_shard(
             f"for parameter '{plain[0]}'."
         )
     state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, planning, state)
+    for group in state.groups:
+        group.core.gradients_in_place = in_place_choice
+    if in_place_choice != "no":
+        in_place.convert(managed)
     if small:
         if any(group.holds_subclasses for group in state.groups):
             raise NotImplementedError(

@@ -26,7 +26,8 @@ def _running(model: nn.Module, operation: str) -> Any:
 def stats(model: nn.Module) -> dict[str, Any]:
     """What the tree of units has moved and held so far on this rank, in bytes and calls.
 
-    cast_in, cast_grad, added, zeroed, copied: bytes that RaggedFSDP wrote itself. gathered_bytes, reduced_bytes, all_gathers, reduce_scatters,
+    cast_in, cast_grad, added, zeroed, copied: bytes that RaggedFSDP wrote itself; in_place: gradients computed in the reduce buffer, without a
+    copy (the forecast counts them with cast_grad). gathered_bytes, reduced_bytes, all_gathers, reduce_scatters,
     all_reduces: whole images and logical collectives (those of a group are counted for all models on it). peak_image_bytes,
     peak_reduce_bytes: since reset_peaks(). pool_allocations must not grow after the second step.
     """

@@ -183,8 +183,8 @@ std::shared_ptr<ParamGroup> Unit::make_group(
       options.groups.replicate.broadcast(params[i].detach(), 0, infos[i].name).wait();
     }
   }
-  spec.gradients_in_place = options.gradients_in_place;
   auto group = std::make_shared<ParamGroup>(std::move(spec), params);
+  group->gradients_in_place = options.gradients_in_place;
   for (std::size_t i = 0; i < count; ++i) params[i].set_data(group->image(static_cast<int>(i)));
   group->bind(std::move(params));
   return group;

@@ -58,7 +58,7 @@ TargetPtr target_of(const at::Tensor& weight) {
 
 bool rounds_as_it_likes(const Target& target) {
   const auto group = target.group.lock();
-  return group && group->spec().gradients_in_place == GradientsInPlace::kAlways;
+  return group && group->gradients_in_place == GradientsInPlace::kAlways;
 }
 
 std::shared_ptr<ParamGroup> group_of(const ag::AutogradContext& ctx) {
@@ -75,7 +75,7 @@ enum class Write { kOver, kAddExactly, kAccumulate, kNot };
 
 Write how_to_write(const ParamGroup& group, SlotState state) {
   if (state == SlotState::kEmpty) return Write::kOver;
-  if (group.spec().gradients_in_place == GradientsInPlace::kAlways) return Write::kAccumulate;
+  if (group.gradients_in_place == GradientsInPlace::kAlways) return Write::kAccumulate;
   // What earlier micro-batches left is added to by the sum of this one's addends, which autograd has to make.
   return state == SlotState::kWritten ? Write::kAddExactly : Write::kNot;
 }

@@ -73,6 +73,7 @@ std::shared_ptr<ParamGroup> ParamGroup::converted(
   spec.params.clear();
   auto group = std::make_shared<ParamGroup>(std::move(spec), std::vector<at::Tensor>(plan().params.size()));
   group->small_group_ = small_group_;
+  group->gradients_in_place = gradients_in_place;
   return group;
 }
 

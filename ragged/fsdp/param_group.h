@@ -34,7 +34,6 @@ struct ParamGroupSpec {
     bool pin_memory = false;
   };
   Offload offload{};
-  GradientsInPlace gradients_in_place = GradientsInPlace::kNo;
   bool front_holds_values = false;  // GroupFront::gathers(): there are no masters
   /// The leaves that autograd sees, in plan order, over the image: see bind().
   std::vector<at::Tensor> params{};
@@ -201,6 +200,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// Of all values as they were before sharding; equal on all ranks that were initialised alike.
   std::uint64_t checksum() const { return checksum_; }
 
+  GradientsInPlace gradients_in_place = GradientsInPlace::kNo;
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_forward = true;

@@ -76,8 +76,8 @@ void ParamGroup::take_gradient(int param) {
 }
 
 bool ParamGroup::takes_in_place(int param, const at::Tensor& tensor) const {
-  if (spec_.gradients_in_place == GradientsInPlace::kNo || !gradient_ready_) return false;
-  if (spec_.gradients_in_place == GradientsInPlace::kSameBits && spec_.param_dtype != spec_.reduce_dtype) return false;
+  if (gradients_in_place == GradientsInPlace::kNo || !gradient_ready_) return false;
+  if (gradients_in_place == GradientsInPlace::kSameBits && spec_.param_dtype != spec_.reduce_dtype) return false;
   const auto p = static_cast<std::size_t>(param);
   return plan().segment_of(param) < reduced_segments_ && p < spec_.params.size() && spec_.params[p].is_same(tensor);
 }
