@@ -134,6 +134,25 @@ def test_hybrid_meshes_save_each_element_once(tmp_path):
             assert_same_bits(loaded, saved)
 
 
+def test_between_a_forward_that_gathered_and_its_backward(tmp_path):
+    """Parameters that a forward left gathered are saved and loaded as shards; the next forward sees what was loaded."""
+
+    def body():
+        model = seeded(TinyLM)
+        fully_shard(model, reshard_after_forward=False)
+        ids = tokens(29, 2, 5, of_rank=0)
+        with torch.no_grad():
+            before = model(ids)
+            checkpoint.save(tmp_path, model, step=0)
+            for p in model.parameters():
+                p.zero_()
+            assert not torch.equal(model(ids), before)
+            checkpoint.load(tmp_path, model)
+            assert torch.equal(model(ids), before)
+
+    threads(2, body)
+
+
 def test_without_process_groups(tmp_path):
     model = seeded(Mixer)
     optimizer = MAKE["torch"](model)
