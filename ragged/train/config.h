@@ -78,6 +78,8 @@ struct OptimizerConfig {
   std::string scale = "match_rms_adamw";
   std::string newton_schulz = "keller";
   std::string replicas = "repeat";
+  bool normuon = false;
+  double row_beta2 = 0.95;
   Index precondition_frequency = 10;  // of soap, like all that follow
   Index max_precondition_dim = 10000;
   std::string wire_dtype = "fp32";

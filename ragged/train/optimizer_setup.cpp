@@ -75,6 +75,8 @@ optim::MuonOptions muon_options(const Config& config) {
   options.momentum_format = config.optimizer.momentum_format;
   options.math.momentum = config.optimizer.momentum;
   options.math.nesterov = config.optimizer.nesterov;
+  options.math.normuon = config.optimizer.normuon;
+  options.math.row_beta2 = config.optimizer.row_beta2;
   options.math.scale = optim::muon_scale(config.optimizer.scale);
   options.math.newton_schulz.coefficients = config.optimizer.newton_schulz;
   options.movement.replicas =
@@ -94,8 +96,14 @@ optim::SoapOptions soap_options(const Config& config) {
   return options;
 }
 
-// Without a rule's word, by name and global shape.
-bool has_tiles(const optim::ParamChoice& choice, const std::string& name, const std::vector<Index>& shape) {
+// Of muon's momentum a format says it all; of adamw8bit's moments, without a rule's word, name and global shape do.
+bool has_tiles(
+    const optim::ParamChoice& choice, const std::string& momentum_format, const std::string& name,
+    const std::vector<Index>& shape) {
+  if (choice.kind == "muon") {
+    const std::string& format = choice.state_format ? *choice.state_format : momentum_format;
+    return format == "power" || format == "dynamic";
+  }
   if (choice.kind != "adamw8bit") return false;
   if (choice.state_format) return *choice.state_format != "fp32";
   buffer::ShardedTensor parameter;
@@ -142,10 +150,11 @@ fsdp::ShardPolicy shard_policy(const Config& config, const ParamChoices& choices
     };
   }
   // A reference: the policy is asked within the call that it is made for.
-  return [&choices, prefix](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
+  return [&choices, momentum_format = config.optimizer.momentum_format,
+          prefix](const fsdp::ParamInfo& parameter) -> std::optional<plan::Block> {
     const std::string name = prefix + parameter.name;
     const optim::ParamChoice& choice = choices.at(name);
-    if (has_tiles(choice, name, parameter.shape)) return optim::tile_rows_policy()(parameter);
+    if (has_tiles(choice, momentum_format, name, parameter.shape)) return optim::tile_rows_policy()(parameter);
     return std::nullopt;
   };
 }

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "ragged/base/error.h"
+#include "ragged/optim/muon_plan.h"
 #include "ragged/optim/tile_geometry.h"
 #include "ragged/plan/bucket_plan.h"
 
@@ -19,13 +20,12 @@ constexpr Index kFp32 = 4;
 Index state_bytes(const optim::OptimizerRow& row, layout::Interval owned) {
   if (row.optimizer == "soap") return 0;  // not by elements owned: see soap_bytes()
   const Index numel = owned.size();
-  const bool is_adam = row.optimizer.starts_with("adamw");
-  const Index moments = is_adam ? 2 : 1;
-  if (row.state_format == "fp32") return moments * kFp32 * numel;
-  if (row.state_format == "bf16") return moments * 2 * numel;
+  const Index moments = row.optimizer.starts_with("adamw") ? 2 : 1;
+  const Index rows = row.optimizer == "normuon" ? optim::begun_rows(owned, row.shape.back()).size() : 0;
+  if (row.state_format == "fp32") return kFp32 * (moments * numel + rows);
+  if (row.state_format == "bf16") return moments * 2 * numel + kFp32 * rows;
   // In tiles: a byte an element, and a scale a tile.
-  RAGGED_ASSERT(is_adam, "states of '{}' in '{}'", row.name, row.state_format);
-  return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size());
+  return moments * (numel + kFp32 * optim::owned_scales(row.shape, owned, row.name).size()) + kFp32 * rows;
 }
 
 // Of the matrices whose root this rank is.

@@ -57,9 +57,10 @@ std::vector<Case> cases() {
       {"adamw8bit dynamic", {.kind = "adamw8bit", .rules = rule("rows|experts|unused", "dynamic")}},
       {"muon", {.kind = "muon"}},
       {"muon bf16", {.kind = "muon", .rules = rule("rows", "bf16")}},
-      {"normuon", {.kind = "muon", .muon = {.math = {.normuon = true}}}},
-      {"muon power", {.kind = "muon", .muon = {.momentum_format = "power"}}},
-      {"normuon dynamic", {.kind = "muon", .rules = rule("experts", "dynamic"), .muon = {.math = {.normuon = true}}}},
+      {"normuon in 8 bits",
+       {.kind = "muon",
+        .rules = rule("experts", "dynamic"),
+        .muon = {.math = {.normuon = true}, .momentum_format = "power"}}},
       {"soap", {.kind = "soap", .soap = {.math = {.precondition_frequency = 1, .max_precondition_dim = 40}}}}};
 }
 

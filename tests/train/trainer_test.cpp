@@ -248,6 +248,17 @@ TEST_F(Trainer, muon_trains_alike_on_any_number_of_ranks) {
   expect_equal(one, run(4, config), 1e-2, "bf16 momentum");
 }
 
+TEST_F(Trainer, normuon_and_a_momentum_in_8_bits_train_alike_on_any_number_of_ranks) {
+  config_.optimizer.kind = "muon";
+  config_.optimizer.normuon = true;
+  config_.train.lr = 1e-2;
+  const Outcome exact = run(1, config_);
+  config_.optimizer.momentum_format = "power";
+  const Outcome one = run(1, config_);
+  expect_equal(exact, one, 1e-2, "8 bits");
+  for (int ranks : {2, 4}) expect_equal(one, run(ranks, shared_by(ranks)), 2e-3, std::to_string(ranks) + " ranks");
+}
+
 TEST_F(Trainer, soap_trains_alike_on_any_number_of_ranks) {
   config_.optimizer.kind = "soap";
   config_.optimizer.precondition_frequency = 1;
