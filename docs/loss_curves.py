@@ -26,6 +26,7 @@ RUNS = (
     ("AdamW8bit, power", "dense", "adamw8bit.toml", ()),
     ("AdamW8bit, dynamic", "dense", "adamw8bit.toml", ("--optimizer.tile_format=dynamic",)),
     ("Muon", "dense", "muon.toml", ()),
+    ("SOAP", "dense", "soap.toml", ()),
     ("AdamW, four times the rate", "dense", "demo.toml", ("--train.lr=6e-3",)),
     ("AdamW, another seed", "dense", "demo.toml", ("--train.seed=2",)),
     ("MoE: AdamW, fp32", "moe", "moe.toml", ()),
@@ -33,7 +34,7 @@ RUNS = (
     ("MoE: Muon", "moe", "moe.toml", ("--optimizer.kind=muon", "--train.lr=4e-3")),
 )
 TITLES = {"dense": "2.5 million parameters, dense", "moe": "4.1 million parameters, 8 experts a layer"}
-COLOURS = ("#222222", "#f2a541", "#4c78a8", "#72b7b2", "#e45756", "#9d7bb0", "#999999")
+COLOURS = ("#222222", "#f2a541", "#4c78a8", "#72b7b2", "#e45756", "#9d7bb0", "#999999", "#54a24b")
 
 
 def command(config: str, flags: tuple[str, ...]) -> str:
