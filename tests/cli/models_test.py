@@ -158,7 +158,11 @@ class ModelsTest(unittest.TestCase):
             process = subprocess.Popen(
                 [BINARY, "export", checkpoints, "out"], cwd=self.dir, env=clean_environment(), stdout=subprocess.PIPE)
             while process.poll() is None:
-                if any(p.stat().st_size > threshold for p in self.dir.glob(".tmp-out/*.safetensors")):
+                try:
+                    is_time = (self.dir / ".tmp-out" / "model.safetensors").stat().st_size > threshold
+                except FileNotFoundError:  # not yet, or no more
+                    continue
+                if is_time:
                     process.kill()
                     break
             process.communicate(timeout=60)
