@@ -2,6 +2,7 @@
 #   VENV=DIR    a Python environment of your own with the pinned torch, instead of the one that setup makes
 #   LABEL=unit  for test: only the tests with this label
 #   JOBS=N      compilers at once
+#   ROUNDS=7, REPEATS=3   for bench-peers: rounds in which systems take turns, and how often they start anew
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
@@ -12,6 +13,8 @@ JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 170000
 LABEL ?=
 RANKS ?= 4
 CONFIG ?= configs/demo.toml
+ROUNDS ?= 7
+REPEATS ?= 3
 export VENV
 export OMP_NUM_THREADS ?= 1
 
@@ -26,10 +29,10 @@ fi; \
 cmake --build --preset $(1) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 
-.PHONY: help setup build test demo wheel bench asan fuzz format lint clean
+.PHONY: help setup build test demo wheel bench bench-peers asan fuzz format lint clean
 
 help: ## print this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## install what is missing: Debian packages, Python environment
 	@tools/setup.sh
@@ -51,6 +54,15 @@ wheel: setup ## build the Python package into dist/, for the torch in the enviro
 bench: setup ## build with -O3 into build-release/ and run the benchmarks
 	@$(call cmake_build,release,build-release)
 	@shopt -s nullglob; for bench in build-release/bin/*_bench; do echo "== $$bench"; "$$bench"; done
+
+bench-peers: setup ## train beside FSDP2, DeepSpeed and others on a quiet machine, and rewrite docs/peers.md from it
+	@tools/setup_peers.sh
+	@$(call cmake_build,release,build-release,ragged_python ragged_peer)
+	@export PYTHONPATH=build-release/python RAGGED_PEERS_BUILD='with -O3 (make bench-peers)'; \
+	  python=$$(tools/venv_path.sh --peers)/bin/python; \
+	  $$python -m bench.peers.dry_run; \
+	  $$python -m bench.peers.run --rounds $(ROUNDS) --repeats $(REPEATS); \
+	  $$python -m bench.peers.page
 
 asan: setup ## run the C++ tests under the address and undefined-behaviour sanitizers
 	@$(call cmake_build,asan,build-asan)

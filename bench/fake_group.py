@@ -17,10 +17,21 @@ def _done():
     return _create_work_from_future(future)
 
 
+def _method(name):
+    def nothing(self, *args, **kwargs):
+        if self.calls is not None:
+            self.calls.append((name, args))
+        return self._work
+
+    return nothing
+
+
 class GroupThatDoesNothing(dist.ProcessGroup):
+    """`calls`: None, or a list that takes (name, arguments) of each collective."""
+
     def __init__(self, rank, size):
         super().__init__(rank, size)
-        self._size, self._work = size, _done()
+        self._size, self._work, self.calls = size, _done(), None
 
     def size(self):
         return self._size
@@ -34,17 +45,15 @@ class GroupThatDoesNothing(dist.ProcessGroup):
 
     group_name = pg_name
 
-    def _nothing(self, *args, **kwargs):
-        return self._work
 
-    allreduce = allreduce_coalesced = allgather = broadcast = barrier = _nothing
-    # Both the names up to torch 2.14 and those since.
-    _allgather_base = all_gather_single = all_gather_single_coalesced = allgather_into_tensor_coalesced = _nothing
-    _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = (
-        _nothing
-    )
-    reduce_scatter = alltoall = alltoall_base = all_to_all_single = _nothing
-
+# Both the names up to torch 2.14 and those since.
+for _name in (
+    "allreduce allreduce_coalesced allgather broadcast barrier "
+    "_allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced "
+    "_reduce_scatter_base reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
+    "reduce_scatter alltoall alltoall_base all_to_all_single"
+).split():
+    setattr(GroupThatDoesNothing, _name, _method(_name))
 
 NAME = "does_nothing"
 

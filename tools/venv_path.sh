@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
 # Prints the folder of the Python environment that this checkout uses; with --python, the interpreter to make it from.
+# With --peers, the folder of the one that bench/peers adds to it (tools/setup_peers.sh).
 # VENV=... of one's own wins. Otherwise it's in the user's cache folder, named after the lock file and the Python
 # version, so that a second clone finds it and a changed lock file gets another. Makes nothing: tools/setup.sh does.
 set -euo pipefail
 
+root=$(dirname -- "${BASH_SOURCE[0]}")
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/ragged_fsdp
+if [[ ${1:-} == --peers ]]; then
+  base=$("${BASH_SOURCE[0]}")
+  hash=$({ echo "$base"; cat -- "$root/../bench/peers/requirements.lock"; } | sha256sum)
+  echo "$cache/peers-${hash:0:12}"
+  exit
+fi
 if [[ ${1:-} != --python && -n ${VENV:-} ]]; then
   realpath --no-symlinks -- "$VENV"
   exit
@@ -26,6 +35,5 @@ if [[ ${1:-} == --python ]]; then
   exit
 fi
 
-lock=$(dirname -- "${BASH_SOURCE[0]}")/requirements.lock
-hash=$({ cat -- "$lock"; echo "python $version"; } | sha256sum)
-echo "${XDG_CACHE_HOME:-$HOME/.cache}/ragged_fsdp/venv-${hash:0:12}"
+hash=$({ cat -- "$root/requirements.lock"; echo "python $version"; } | sha256sum)
+echo "$cache/venv-${hash:0:12}"

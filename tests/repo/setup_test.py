@@ -121,6 +121,11 @@ done""")
         self.assertEqual(self.run_script("venv_path.sh", VENV="relative/venv").stdout,
                          f"{pathlib.Path.cwd()}/relative/venv\n")
 
+    def test_path_of_the_environment_of_peers(self):
+        peers = self.run_script("venv_path.sh", "--peers").stdout
+        self.assertRegex(peers, rf"^{self.folder}/cache/ragged_fsdp/peers-[0-9a-f]{{12}}\n$")
+        self.assertNotEqual(self.run_script("venv_path.sh", "--peers", VENV="/other").stdout, peers)
+
     def test_pinned_version_is_the_one_tested_here(self):
         self.assertIn(f"\ntorch=={PINNED}\n", (REPO / "tools" / "requirements.lock").read_text())
 

@@ -1,0 +1,121 @@
+"""What a rank measures: bytes that copying operations wrote, collectives and their bytes, live bytes.
+
+Counts are taken at torch's dispatcher, which passes every operation of the driving thread, those issued from C++ too.
+It passes none of the copies that a backend makes on threads of its own (Gloo copies within most of its collectives);
+those are left out for all systems alike. Torch's profiler isn't used for them: it reads the storage of each input, and
+RaggedFSDP's storages refuse that while their bytes are gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operations that write a copy of their input into their first argument or `out`, and into a new tensor.
+INTO_FIRST = {"copy_", "_foreach_copy_", "index_copy_", "all_gather_copy_in", "split_with_sizes_copy"}
+INTO_RESULT = {"cat", "stack", "clone", "_to_copy", "constant_pad_nd", "_chunk_cat", "chunk_cat",
+               "chunk_cat_mixed_dtype"}  # fmt: skip
+REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_",
+              "allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "reduce_"}  # fmt: skip
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def addresses(tree: Any) -> set[int]:
+    return {leaf.data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what the driving thread does while active.
+
+    copied: bytes written by copying operations, without `results`: those that a backend writes when it puts out what
+    it has reduced, as Gloo does in wait(). by_operation splits `copied`.
+    collectives: [calls, bytes of the whole buffer] by name. reduced_elements: what was given to reductions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operation: dict[str, int] = {}
+        self.results = self.operations = self.reduced_elements = 0
+        self.collectives: dict[str, list[int]] = {}
+        self._reduced_into: set[int] = set()
+
+    @property
+    def copied(self) -> int:
+        return sum(self.by_operation.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # seen again as what it does to its local tensors
+        self.operations += 1
+        name = func._schema.name.split("::")[1]
+        if func.namespace == "c10d":
+            self._collective(name, args)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if name in INTO_FIRST or name in INTO_RESULT:
+            written = kwargs.get("out")
+            if written is None:
+                written = args[0] if name in INTO_FIRST else out
+            self._copy(name, written)
+        return out
+
+    def _copy(self, name: str, written: Any) -> None:
+        if name == "copy_" and addresses(written) & self._reduced_into:
+            self._reduced_into -= addresses(written)
+            self.results += nbytes(written)
+        else:
+            self.by_operation[name] = self.by_operation.get(name, 0) + nbytes(written)
+
+    def _collective(self, name: str, args: Any) -> None:
+        tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in args[:2]]
+        entry = self.collectives.setdefault(name.strip("_"), [0, 0])
+        entry[0] += 1
+        # The root of a scatter names its slice once a rank.
+        entry[1] += nbytes(tensors[0]) if name == "scatter_" else max(map(nbytes, tensors))
+        if name in REDUCTIONS:
+            self.reduced_elements += max(sum(leaf.numel() for leaf in each) for each in tensors)
+            self._reduced_into |= addresses(tensors[0])
+
+
+def report_memory(on: bool) -> None:
+    """Whether torch's CPU allocator keeps count of what it has handed out, on all threads."""
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = on
+
+
+class LiveBytes:
+    """What torch's CPU allocator has handed out, all threads counted: `peak` since this began, `at_rest` when it
+    ended. To begin before the model is built. The allocator reports its total to the profiler at each of this thread's
+    calls, which is where the numbers are read.
+    """
+
+    def __enter__(self) -> LiveBytes:
+        report_memory(True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)  # fmt: skip
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        report_memory(False)
+        pending = list(self._profile.profiler.kineto_results.experimental_event_tree())
+        totals = []
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                totals.append((event.start_time_ns, event.extra_fields.total_allocated))
+        self.peak, self.at_rest = max(total for _, total in totals), max(totals)[1]
+        del self._profile

@@ -1,0 +1,145 @@
+"""The comparison of bench/peers at its smallest: what it measures of FSDP2 and of ours is what can be computed, and a
+system that fails becomes a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from bench.peers import models  # noqa: E402
+from bench.peers.catalogue import CELLS  # noqa: E402
+from bench.peers.page import cell_block  # noqa: E402
+from bench.peers.results import Results  # noqa: E402
+
+SIZES = {"layers": 2, "dim": 64, "heads": 2, "feed_forward": 128, "vocabulary": 256, "sequence": 8}
+
+
+def run(tmp_path: pathlib.Path, cell: str, systems: list[str], rounds: int) -> list[dict[str, Any]]:
+    out = tmp_path / f"{cell}.jsonl"
+    command = [sys.executable, "-m", "bench.peers.run", "--out", out, "--cells", cell, "--systems", *systems, "--rounds",
+               rounds, "--steps", 1, "--repeats", 1, "--sizes", json.dumps(SIZES)]  # fmt: skip
+    done = subprocess.run([str(word) for word in command], cwd=REPO, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def config(kind: str) -> models.ModelConfig:
+    return models.ModelConfig(kind, **SIZES)
+
+
+def bytes_of(params: Any) -> int:
+    return sum(param.numel() * 4 for param in params)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    systems = ["single", "fsdp2", "ragged", "ragged_in_place"]
+    return run(tmp_path_factory.mktemp("llama"), "llama-fp32-2", systems, rounds=2)
+
+
+def ranks_of(lines: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+    return next(line for line in lines if line.get("system") == system)["ranks"]
+
+
+def test_lines_say_all_that_a_page_needs(llama: list[dict[str, Any]]) -> None:
+    assert set(llama[0]["conditions"]) == {
+        "python", "versions", "cores", "cpu", "features", "build", "omp_num_threads"}  # fmt: skip
+    assert [line["system"] for line in llama[1:]] == ["single", "fsdp2", "ragged", "ragged_in_place"]
+    for line in llama[1:]:
+        assert "error" not in line
+        assert len(line["rounds"]) == 2 and line["steps_a_round"] == 1
+        assert all(rank["wall_ms"] > 0 and rank["cpu_ms"] >= rank["update_cpu_ms"] >= 0
+                   for of_ranks in line["rounds"] for rank in of_ranks)  # fmt: skip
+    block = cell_block(Results(llama), CELLS["llama-fp32-2"])
+    for label in ("one process", "FSDP2", "RaggedFSDP, gradients in place"):
+        assert f"| {label} |" in block
+    assert "doesn't count" not in block
+
+
+def test_losses_are_those_of_one_process(llama: list[dict[str, Any]]) -> None:
+    for line in llama[2:]:
+        assert line["loss_difference"] <= 1e-6
+
+
+def test_bytes_of_fsdp2_are_the_computed_ones(llama: list[dict[str, Any]]) -> None:
+    model = models.build(config("llama"))
+    whole, layers = bytes_of(model.parameters()), bytes_of(model.layers.parameters())
+    gathered = whole + layers  # layers once more in backward
+    own = ranks_of(llama, "single")[0]["copied"]
+    for rank in ranks_of(llama, "fsdp2"):
+        assert rank["parameter_bytes"] == whole
+        assert rank["collectives"] == {"allgather_base": [1 + 2 * 2, gathered], "reduce_scatter_base": [3, whole]}
+        # A shard into each gather, the whole out of it, and gradients into what is reduced.
+        assert rank["copied"] - own == gathered // 2 + gathered + whole
+        assert rank["backend_results"] in (0, whole // 2)
+
+
+def test_bytes_of_ours_are_the_computed_ones(llama: list[dict[str, Any]]) -> None:
+    model = models.build(config("llama"))
+    whole, layers = bytes_of(model.parameters()), bytes_of(model.layers.parameters())
+    norms = bytes_of(module.weight for module in model.modules() if isinstance(module, models.RMSNorm))
+    assert norms == sum(1 for name, _ in model.named_parameters() if "norm" in name) * 64 * 4
+    assert all(isinstance(module, (nn.Linear, nn.Embedding, models.RMSNorm))
+               for module in model.modules() if next(module.parameters(recurse=False), None) is not None)  # fmt: skip
+    own = ranks_of(llama, "single")[0]["copied"]
+    for system, copied in (("ragged", whole), ("ragged_in_place", norms)):
+        for rank in ranks_of(llama, system):
+            assert rank["copied"] - own == copied
+            calls = dict(rank["collectives"])
+            assert calls.pop("allreduce") == [1, len(list(model.parameters()))]  # a byte each: whether it was used
+            assert calls.pop("alltoall_base") == [3, whole]
+            ((_, gathers),) = calls.items()  # one by one rank's slice
+            assert gathers == [2 * (1 + 2 * 2), whole + layers]
+
+
+def test_bytes_at_rest_of_fsdp2_are_parameters_and_moments(llama: list[dict[str, Any]]) -> None:
+    whole = bytes_of(models.build(config("llama")).parameters())
+    for rank in ranks_of(llama, "fsdp2"):
+        assert 0 <= rank["bytes_at_rest"] - 3 * whole // 2 < 4096  # counts of steps, a loss
+        assert rank["peak_bytes"] > rank["bytes_at_rest"]
+
+
+def test_padding_of_fewer_experts_than_ranks(tmp_path: pathlib.Path) -> None:
+    cell = CELLS["moe-fp32-4"]
+    lines = run(tmp_path, cell.name, ["fsdp2", "ragged"], rounds=0)
+    params = list(models.build(config("moe")).parameters())
+    numel = sum(param.numel() for param in params)
+    padded = sum(-(-param.shape[0] // 4) * 4 * param[0].numel() for param in params)
+    assert ranks_of(lines, "fsdp2")[0]["reduced_elements"] == padded
+    rows = Results(lines).rows(cell)
+    assert rows["fsdp2"].padding == padded / numel - 1 > 0.2
+    assert 0 <= rows["ragged"].padding < 0.001
+    assert rows["ragged"].wall is None
+
+
+def test_a_system_that_fails_is_a_row(tmp_path: pathlib.Path) -> None:
+    cell = CELLS["llama-bf16-2"]
+    lines = run(tmp_path, cell.name, ["ddp", "fsdp2"], rounds=1)
+    failed, trained = lines[1:]
+    assert failed["error"] == "NotImplementedError: DDP has no mixed precision of its own with fp32 gradients"
+    assert "error" not in trained and trained["loss_difference"] < 0.05
+    block = cell_block(Results(lines), cell)
+    assert "| DDP | fails: NotImplementedError: DDP has" in block
+    assert "| FSDP2 |" in block
+
+
+def test_models_start_alike_and_split_their_batches() -> None:
+    for kind in models.MODELS:
+        sizes = config(kind)
+        first, second = models.build(sizes), models.build(sizes)
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+        parts = torch.cat([models.batch(sizes, 3, rank, 3) for rank in range(3)])
+        assert len(parts) == 3 * sizes.batch
+        assert not torch.equal(parts[: sizes.batch], parts[sizes.batch : 2 * sizes.batch])
