@@ -68,7 +68,7 @@ asan: setup ## run the C++ tests under the address and undefined-behaviour sanit
 	@$(call cmake_build,asan,build-asan)
 	@ctest --preset asan
 
-fuzz: ## feed strangers' files to the readers of inventories and safetensors for a minute each (needs clang)
+fuzz: ## feed strangers' files to the readers of inventories, safetensors and checkpoints for a minute each (needs clang)
 	@tools/fuzz
 
 format: ## rewrite the C++ files in the house style
