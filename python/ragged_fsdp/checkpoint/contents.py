@@ -31,14 +31,6 @@ Model = nn.Module | Mapping[str, torch.Tensor]
 
 GROUPS, VALUES = "optimizer.groups", "optimizer.values"
 STEPS, KIND, TIED = "optimizer.steps.", "optimizer.kind.", "tied."
-# As ragged/optim calls them, where Python's name has no dot.
-_FILE_KEYS = {
-    "exp_avg_codes": "exp_avg.codes",
-    "exp_avg_scales": "exp_avg.scales",
-    "exp_avg_sq_codes": "exp_avg_sq.codes",
-    "exp_avg_sq_scales": "exp_avg_sq.scales",
-    "momentum_buffer": "momentum",
-}
 
 
 @dataclasses.dataclass
@@ -86,7 +78,12 @@ class Stepped:
         return "adamw" if isinstance(self.optimizer, (AdamW, torch.optim.AdamW)) else ""
 
     def _file_key(self, key: str) -> str:
-        return _FILE_KEYS.get(key, key) if isinstance(self.optimizer, ShardedOptimizer) else key
+        if not isinstance(self.optimizer, ShardedOptimizer):
+            return key
+        # ragged/optim has a dot there.
+        for part in ("codes", "scales"):
+            key = f"{key.removesuffix('_' + part)}.{part}" if key.endswith("_" + part) else key
+        return "momentum" if key == "momentum_buffer" else key
 
     def _format(self, key: str) -> str:
         if isinstance(self.optimizer, AdamW8bit) and key.endswith(("_codes", "_scales")):

@@ -70,9 +70,10 @@ def load(
     is missing, damaged or doesn't fit.
     """
     ranks = Ranks.of(process_group)
-    unfinished = checkpointer_of(folder, process_group)
-    if unfinished is not None:
-        unfinished.finish()
+    for root in (pathlib.Path(folder), pathlib.Path(folder).parent):
+        unfinished = checkpointer_of(root, process_group)
+        if unfinished is not None:
+            unfinished.finish()
     path = ranks.text_of_first(ranks.agreed(lambda: _find(folder) if ranks.is_first else ""))
     index = ranks.agreed(lambda: _C.checkpoint_index(path))
     optimizers = names.as_list(optimizer)
@@ -103,8 +104,8 @@ def _find(folder: Folder) -> str:
     if found is None:
         reasons = "".join(f" {line}" for line in skipped)
         raise _C.CheckpointError(
-            f"[load] Expected a checkpoint folder, or a folder with some, but '{path}' is none.{reasons} Give the folder "
-            "that was saved to."
+            f"[load] Expected a checkpoint folder, or a folder with some, but '{path}' is none.{reasons} Give the "
+            "folder that was saved to."
         )
     return found
 

@@ -84,21 +84,21 @@ def _plan_load(
         dtype, shape = found
         if shape != tuple(tensor.shape) or dtype not in _DTYPES:
             raise _C.CheckpointError(
-                f"[load_safetensors] Expected tensor '{stored_name}' of shape {tuple(tensor.shape)} in a dtype of torch's,"
-                f" but '{folder}' has {shape} in {dtype}. Build the model with the folder's configuration."
+                f"[load_safetensors] Expected tensor '{stored_name}' of shape {tuple(tensor.shape)} in a dtype of "
+                f"torch's, but '{folder}' has {shape} in {dtype}. Build the model with the folder's configuration."
             )
         wanted.setdefault(id(tensor), (Entry(stored_name, tensor), _DTYPES[dtype]))
     lacking = [name for key, name in missing.items() if key not in wanted]
     if lacking and not allow_missing:
         raise _C.CheckpointError(
-            f"[load_safetensors] Expected tensor '{lacking[0]}', but '{folder}' has none of that name ({len(lacking)} are "
-            "missing). Map the model's names with rename=, or pass allow_missing=True."
+            f"[load_safetensors] Expected tensor '{lacking[0]}', but '{folder}' has none of that name ({len(lacking)} "
+            "are missing). Map the model's names with rename=, or pass allow_missing=True."
         )
     unused = sorted(set(files.names()) - used)
     if unused and not allow_unused:
         raise _C.CheckpointError(
-            f"[load_safetensors] Expected a use for tensor '{unused[0]}' of '{folder}', but the model has none of that name"
-            f" ({len(unused)} are unused). Map the model's names with rename=, or pass allow_unused=True."
+            f"[load_safetensors] Expected a use for tensor '{unused[0]}' of '{folder}', but the model has none of that "
+            f"name ({len(unused)} are unused). Map the model's names with rename=, or pass allow_unused=True."
         )
     return files, list(wanted.values())
 
@@ -119,8 +119,8 @@ def save_safetensors(
     rename: from a name in the model to the one in the files. dtype: floating-point tensors are cast to it.
     max_file_bytes: larger models become several files and an index.
 
-    Returns the paths of the files. Raises CheckpointError, the same on all ranks, where the folder exists with something
-    in it, or can't be written. Collective.
+    Returns the paths of the files. Raises CheckpointError, the same on all ranks, where the folder exists with
+    something in it, or can't be written. Collective.
     """
     ranks = Ranks.of(process_group)
     tensors: list[tuple[str, torch.Tensor]] = []

@@ -86,7 +86,7 @@ def _local_of(entry: Entry, operation: str) -> torch.Tensor:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta:
         raise invalid(operation, "tensors with memory", f"'{entry.name}' on the meta device",
-                      "Call model.to_empty(device=..) first, and give buffers that aren't saved their values.")  # fmt: skip
+                      "Call model.to_empty(device=..) first, and fill buffers that aren't saved.")  # fmt: skip
     if type(local) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or local.layout != torch.strided:
         raise invalid(operation, "dense tensors whose memory is their values",
                       f"a {type(local).__name__} in '{entry.name}'",

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from models import Mixer, TinyLM
 from torch import nn
 
-from harness import OURS, full, mesh, processes, rank, seeded, shard, threads, world
-from ragged_fsdp import RaggedTensor, checkpoint, fully_shard, rows
+from harness import OURS, full, mesh, processes, rank, seeded, shard, threads
+from ragged_fsdp import RaggedTensor, checkpoint, rows
 from ragged_fsdp.checkpoint import CheckpointError
 from test_state_dict import tensor_parallel
 
