@@ -4,10 +4,10 @@
 #include <cmath>
 
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
+#include <fmt/format.h>
 
 #include "ragged/base/error.h"
-#include "ragged/comm/same_value.h"
+#include "ragged/optim/matrix_checks.h"
 #include "ragged/optim/muon_plan_impl.h"
 #include "ragged/plan/matrix_roots.h"
 
@@ -18,15 +18,6 @@ using layout::Interval;
 
 void check_momentum(double momentum) {
   RAGGED_CHECK(momentum >= 0.0 && momentum < 1.0, "[muon] Expected momentum in [0, 1), but got {}.", momentum);
-}
-
-void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
-  if (group.size() == 1) return;
-  RAGGED_CHECK(
-      comm::is_same_on_all(group, hash, "muon plan"),
-      "[muon] Expected the same plan on all ranks of the {} group, but they differ (rank {} of {}). Give every rank "
-      "the same parameters and options, in the same order.",
-      whose, group.rank(), group.size());
 }
 
 }  // namespace
@@ -61,6 +52,7 @@ Interval begun_rows(Interval held, Index columns) {
   if (columns == 0) return {};
   return {ceil_div(held.begin, columns), ceil_div(held.end, columns)};
 }
+
 std::vector<std::vector<plan::HeldPiece>> MuonPlan::Impl::assign() {
   std::vector<double> costs;
   for (const MuonMatrix& m : matrices)
@@ -161,33 +153,10 @@ void MuonPlan::Impl::check_states(std::span<const MuonPiece> pieces) {
   }
 }
 
-// With RAGGED_CHECK=1 only, since it is a collective more. All ranks of both groups see the flags of all, and so throw
-// alike.
 void MuonPlan::Impl::check_gradients(std::span<const MuonPiece> pieces) const {
-  at::Tensor flags = at::empty({std::ssize(pieces)}, at::kByte);
-  for (std::size_t i = 0; i < pieces.size(); ++i)
-    flags.mutable_data_ptr<std::uint8_t>()[i] = pieces[i].grad.defined() ? 1 : 0;
-  for (const comm::Communicator* group : {&shard, &replicate}) {
-    if (group->size() == 1 || !group->checks_order()) continue;
-    const at::Tensor send = flags.repeat({group->size()}).to(group->device());
-    const at::Tensor all = at::empty_like(send);
-    const std::vector<Index> counts(static_cast<std::size_t>(group->size()), flags.numel());
-    group->all_to_all(send, all, counts, counts, "muon gradients").wait();
-    flags = all.cpu();
-  }
-  const auto* has_grad = flags.const_data_ptr<std::uint8_t>();
-  const auto ranks = static_cast<std::size_t>(flags.numel()) / pieces.size();  // shard group within replicas
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    std::vector<std::size_t> without;
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      if (!has_grad[rank * pieces.size() + i]) without.push_back(rank);
-    }
-    RAGGED_CHECK(
-        without.empty() || without.size() == ranks,
-        "[muon] Expected a gradient of a parameter on all ranks or on none, but got none on ranks {} of {} (param "
-        "'{}'). Give zeros where a rank has none.",
-        fmt::join(without, ", "), ranks, params[i].name);
-  }
+  std::vector<std::uint8_t> has_grad;
+  for (const MuonPiece& piece : pieces) has_grad.push_back(piece.grad.defined() ? 1 : 0);
+  check_same_gradients(params, has_grad, shard, replicate, "muon");
 }
 
 MuonPlan::MuonPlan(
@@ -214,8 +183,8 @@ MuonPlan::MuonPlan(
   impl_->set = newton_schulz_set(math.newton_schulz.coefficients, math.newton_schulz.num_steps);
   impl_->matrices = list_matrices(impl_->params, impl_->shard.size(), "muon");
   impl_->make_buckets(impl_->assign());
-  check_same(impl_->shard, impl_->hash, "shard");
-  check_same(impl_->replicate, impl_->hash, "replicate");
+  check_same_plan(impl_->shard, impl_->hash, "muon", "shard");
+  check_same_plan(impl_->replicate, impl_->hash, "muon", "replicate");
 }
 
 MuonPlan::~MuonPlan() = default;

@@ -6,8 +6,8 @@
 #include <fmt/format.h>
 
 #include "ragged/base/error.h"
-#include "ragged/comm/same_value.h"
 #include "ragged/optim/adamw_step.h"
+#include "ragged/optim/matrix_checks.h"
 #include "ragged/optim/matrix_exchange.h"
 #include "ragged/optim/muon_passes.h"
 
@@ -43,15 +43,6 @@ std::vector<double> costs_of(std::span<const ParamMatrix> matrices, const SoapMa
   std::vector<double> costs;
   for (std::size_t i = 0; i < time.size(); ++i) costs.push_back(time[i] / all_time + memory[i] / all_memory);
   return costs;
-}
-
-void check_same(const comm::Communicator& group, std::uint64_t hash, std::string_view whose) {
-  if (group.size() == 1) return;
-  RAGGED_CHECK(
-      comm::is_same_on_all(group, hash, "soap plan"),
-      "[soap] Expected the same plan on all ranks of the {} group, but they differ (rank {} of {}). Give every rank "
-      "the same parameters and options, in the same order.",
-      whose, group.rank(), group.size());
 }
 
 }  // namespace
@@ -108,6 +99,7 @@ struct SoapPlan::Impl {
   SoapMath math;
   SoapMovement movement;
   comm::Communicator shard;
+  comm::Communicator replicate;
   SoapLayout layout;
   std::vector<Bucket> buckets;
 
@@ -229,8 +221,9 @@ SoapPlan::SoapPlan(
   impl_->shard = std::move(shard);
   impl_->layout = soap_layout(impl_->params, math, movement.local_limit, impl_->shard.size());
   impl_->make_buckets();
-  check_same(impl_->shard, hash(), "shard");
-  check_same(replicate, hash(), "replicate");
+  impl_->replicate = std::move(replicate);
+  check_same_plan(impl_->shard, hash(), "soap", "shard");
+  check_same_plan(impl_->replicate, hash(), "soap", "replicate");
 }
 
 SoapPlan::~SoapPlan() = default;
@@ -251,8 +244,10 @@ void SoapPlan::step(std::span<const SoapPiece> pieces, std::span<const SoapState
       pieces.size() == params().size() && states.size() == matrices().size(),
       "[soap] Expected a piece for each of {} parameters and a state for each of {} matrices, but got {} and {}.",
       params().size(), matrices().size(), pieces.size(), states.size());
+  std::vector<std::uint8_t> has_grad;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const SoapPiece& piece = pieces[i];
+    has_grad.push_back(piece.grad.defined() ? 1 : 0);
     const Index numel = params()[i].held[static_cast<std::size_t>(impl_->shard.rank())].size();
     RAGGED_CHECK(
         piece.param.numel() == numel && (!piece.grad.defined() || piece.grad.numel() == numel),
@@ -261,6 +256,7 @@ void SoapPlan::step(std::span<const SoapPiece> pieces, std::span<const SoapState
         impl_->shard.size());
   }
   if (scale.skip || pieces.empty()) return;
+  check_same_gradients(params(), has_grad, impl_->shard, impl_->replicate, "soap");
   // So many buckets are packed ahead of the one that computes, and as many are on their way back.
   const auto ahead = static_cast<std::size_t>(impl_->movement.buckets_in_flight);
   const std::size_t count = impl_->buckets.size();
