@@ -1,14 +1,15 @@
 """Bytes of one training step under FSDP2 and under RaggedFSDP, side by side: copied, moved, held. Counts, so any
 machine gives the same.
 
-    python bench/fsdp2_bytes.py [--ranks 2] [--dim 256] [--layers 6] [--fp32] [--json]
+    python bench/fsdp2_bytes.py [--ranks 2] [--dim 256] [--layers 6] [--fp32] [--in-place same_bits|always] [--json]
 
 A small transformer with a unit a block, forward and backward, bf16 compute and fp32 reduction unless --fp32. P is
 the model in fp32. "copied" are the bytes written by torch's copying ops beyond those of the plain model, less the
 copy that Gloo makes of a reduction's result; "unsharded" is the peak of gathered parameters and gather buffers;
 "allocated" the peak of torch's CPU allocator over the later steps, with parameters, gradients, buffers and
 activations of this rank, and "at rest" what is left of it between steps: RaggedFSDP keeps its pool of buffers
-there, FSDP2 returns its own to the allocator. It says nothing about time.
+there, FSDP2 returns its own to the allocator. --in-place lets RaggedFSDP compute gradients of matrices in its reduce
+buffers. It says nothing about time.
 """
 
 import argparse
@@ -76,6 +77,8 @@ def sharded(package, o):
     options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     if not o.fp32:
         options["mp_policy"] = package.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if o.in_place and package is not stock:
+        options["gradients_in_place"] = True if o.in_place == "always" else o.in_place
     for block in model.blocks:
         package.fully_shard(block, **options)
     return package.fully_shard(model, **options)
@@ -161,6 +164,7 @@ def main():
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--in-place", choices=("same_bits", "always"))
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     with socket.socket() as s:

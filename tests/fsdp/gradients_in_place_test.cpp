@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "ragged/base/error.h"
+#include "ragged/fsdp/mixed_gemm.h"
 #include "tests/fsdp/blocks.h"
 
 namespace ragged::test {
@@ -150,6 +151,40 @@ TEST(GradientsInPlace, of_lower_precision_are_at_least_as_near_to_the_product) {
     const double off = (always.gradients.at(name) - want).abs().max().item<double>();
     EXPECT_LE(off, 0.01 * want.abs().max().item<double>()) << name;
   }
+}
+
+// Sizes around the blocks of mixed_gemm.cpp, odd ones, and nothing to sum.
+TEST(MixedGemm, rounds_nothing_in_between) {
+  const auto gemm = [](Index m, Index k, Index n, bool accumulate) {
+    const at::Tensor a = data({k, m}, 1).to(at::kBFloat16);
+    const at::Tensor b = data({k, n}, 2).to(at::kBFloat16);
+    const at::Tensor before = data({m, n}, 3);
+    const at::Tensor whole = at::full({m * n + 16}, -7.0F);  // margins
+    const at::Tensor out = whole.narrow(0, 8, m * n).view({m, n});
+    out.copy_(before);
+    if (!fsdp::mixed_gemm(a.t(), b, out, accumulate)) {
+      EXPECT_TRUE(at::equal(out, before));
+      return false;
+    }
+    const at::Tensor product = a.to(at::kDouble).t().mm(b.to(at::kDouble));
+    const at::Tensor want = accumulate ? product + before : product;
+    EXPECT_LE((out - want).norm().item<double>(), 1e-6 * want.norm().item<double>()) << m << " " << k << " " << n;
+    EXPECT_TRUE(at::equal(whole.narrow(0, 0, 8), at::full({8}, -7.0F)));
+    EXPECT_TRUE(at::equal(whole.narrow(0, m * n + 8, 8), at::full({8}, -7.0F)));
+    return true;
+  };
+  if (!gemm(4, 2, 4, false)) GTEST_SKIP() << "no bf16 block product on this machine";
+  for (const bool accumulate : {false, true}) {
+    for (const Index m : {1, 63, 65, 130}) {
+      for (const Index k : {1, 2, 37, 255, 257, 513}) {
+        for (const Index n : {1, 5, 256, 300}) gemm(m, k, n, accumulate);
+      }
+    }
+  }
+  EXPECT_FALSE(gemm(3, 0, 3, false));
+  const at::Tensor bf16 = at::ones({3, 3}, at::kBFloat16);
+  EXPECT_FALSE(fsdp::mixed_gemm(bf16, bf16, at::ones({3, 3}, at::kBFloat16), false));
+  EXPECT_FALSE(fsdp::mixed_gemm(at::ones({3, 3}), at::ones({3, 3}), at::ones({3, 3}), false)) << "that is mm's";
 }
 
 TEST(GradientsInPlace, of_a_stack_have_the_bits_of_copies_and_zeros_where_no_row_came) {
