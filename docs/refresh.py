@@ -17,6 +17,10 @@ import tempfile
 import loss_curves as kept_curves
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from bench.peers import page as peers_page  # noqa: E402
+
 BLOCK = re.compile(r"(<!-- refresh: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLOURS = ("#4c78a8", "#f2a541", "#54a24b", "#e45756", "#9d7bb0", "#72b7b2")
 
@@ -202,6 +206,11 @@ def loss_curves(ragged, figure):
     header, rows = kept_curves.rows(figure)
     return (f"![loss curves](figures/{name})\n\n{table(header, rows)}\n"
             f"({kept_curves.kept_machine()}; `python3 docs/loss_curves.py`)\n")
+
+
+def peers(ragged, *words):
+    """Runs beside other systems that bench/peers kept; nothing is trained here."""
+    return peers_page.block(" ".join(words), *peers_page.load(), write)
 
 
 # --- pages ---

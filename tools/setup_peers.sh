@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the systems that bench/peers compares with (bench/peers/requirements.lock) into an environment of their own, which sees
-# torch in the environment of `make setup` and leaves that as it is. With nothing missing it touches nothing.
+# Installs the systems that bench/peers compares with (bench/peers/requirements.lock) into an environment of their own,
+# which sees torch in the environment of `make setup` and leaves that as it is. With nothing missing it touches nothing.
 # A package that can't be installed is said and left out: its rows in the comparison are errors then.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -27,8 +27,8 @@ packages_of='import sysconfig; print(sysconfig.get_path("purelib"))'
 # DeepSpeed comes as source: nothing of it is compiled here (it builds one operator when first used), and what builds
 # it is in the base environment.
 install() {
-  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$peers/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps \
-    --no-build-isolation "$@"
+  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$peers/bin/python" -m pip install --disable-pip-version-check --no-input --quiet \
+    --no-deps --no-build-isolation "$@"
 }
 if install --requirement "$lock"; then
   cp -- "$lock" "$peers/.complete"

@@ -1,5 +1,5 @@
-"""What is compared: systems, models and cells (a model, a dtype and a number of ranks). Plain data; imports no torch, so
-that pages can be made without it.
+"""What is compared: systems, models, and cells: a model, a dtype and a number of ranks. Plain data without torch, so
+that pages can be made where there is none.
 """
 
 from __future__ import annotations

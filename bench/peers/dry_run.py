@@ -61,7 +61,8 @@ def communication(step: Callable[[], Any], elements: int) -> dict[str, Any]:
         step()
     calls, group.calls = group.calls, None
     sizes = [(name, max(measuring.nbytes(each) for each in args[:2])) for name, args in calls]
-    reduced = sum(size for name, size in sizes if "reduce_scatter" in name or "all_to_all" in name or "alltoall" in name)
+    reductions = ("reduce_scatter", "all_to_all", "alltoall")
+    reduced = sum(size for name, size in sizes if name.strip("_").startswith(reductions))
     return {"collectives": len(sizes), "payload": sum(size for _, size in sizes),
             "padding": reduced / 4 / elements - 1, "copied": seen.copied}  # fmt: skip
 
@@ -90,8 +91,9 @@ def measure(kind: str, world: int, steps: int) -> dict[str, Any]:
             gc.collect()  # modules and hooks are cycles
             runs[name], took = shard(name, config, job)
             seconds[name].append(took)
-    found = {name: {"shard_s": statistics.median(seconds[name]), "shard_range_s": [min(seconds[name]), max(seconds[name])]}
-             for name in SYSTEMS}  # fmt: skip
+    found: dict[str, dict[str, Any]] = {
+        name: {"shard_s": statistics.median(took), "shard_range_s": [min(took), max(took)]}
+        for name, took in seconds.items()}  # fmt: skip
     for name in SYSTEMS:
         found[name]["first_step_s"] = host_seconds(lambda run=runs[name]: run.forward_backward(data))
         runs[name].update()

@@ -35,5 +35,5 @@ def bars(title: str, rows: dict[str, Row], parameter_bytes: int) -> str:
             colour = OURS if known.ours else OTHERS if known.sharded else UNSHARDED
             length = max(0.0, value) * scale
             out.append(f'<rect x="{left}" y="{55 + LINE * i}" width="{length:.1f}" height="13" fill="{colour}"/>'
-                       f'<text x="{left + length + 4:.1f}" y="{66 + LINE * i}">{form.format(value)}</text>')  # fmt: skip
+                       f'<text x="{left + length + 4:.1f}" y="{66 + LINE * i}">{form.format(value)}</text>')
     return "\n".join(out) + "\n</svg>\n"

@@ -2,8 +2,8 @@
 
 Counts are taken at torch's dispatcher, which passes every operation of the driving thread, those issued from C++ too.
 It passes none of the copies that a backend makes on threads of its own (Gloo copies within most of its collectives);
-those are left out for all systems alike. Torch's profiler isn't used for them: it reads the storage of each input, and
-RaggedFSDP's storages refuse that while their bytes are gone.
+those are left out for all systems alike. Torch's profiler passes the same operations, but not the sizes of their
+results or of lists of tensors, so it is used for live bytes alone.
 """
 
 from __future__ import annotations

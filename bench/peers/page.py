@@ -2,7 +2,7 @@
 
     python3 -m bench.peers.page [--check]
 
-The page has blocks between `<!-- refresh: peers WORDS -->` and `<!-- end -->`; docs/refresh.py fills them by block() too.
+The page has blocks between `<!-- refresh: peers WORDS -->` and `<!-- end -->`; docs/refresh.py fills them too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from bench.peers import figures
-from bench.peers.catalogue import CELLS, COMPARED_STEPS, LOSS_TOLERANCE, MODELS, OURS, SHARDING_RIVALS, SYSTEMS, Cell
+from bench.peers.catalogue import CELLS, MODELS, SHARDING_RIVALS, SYSTEMS, Cell
 from bench.peers.targets import targets
 from bench.peers.results import HERE, Results, Row, read
 
@@ -47,12 +47,14 @@ def label(row: Row, cell: Cell) -> str:
 
 def system_row(row: Row, cell: Cell, parameter_bytes: int) -> list[str]:
     if row.error:
-        return [label(row, cell), f"fails: {row.error}".replace("|", "\\|").replace("<", "&lt;"), *[""] * 10]
+        said = row.error.replace("|", "\\|").replace("<", "&lt;")
+        return [label(row, cell), f"fails: {said}", *[""] * 10]
     spread = f"{time(row.wall.median)} ({time(row.wall.low)} to {time(row.wall.high)})" if row.wall else ""
     return [
         label(row, cell), "" if row.loss_difference is None else f"{row.loss_difference:.1e}",
         time(row.cpu.median if row.cpu else None), time(row.update.median if row.update else None),
-        number(row.us_a_unit(cell), 0) if cell.model == "tiny" else time(row.above), spread, number(row.copied / parameter_bytes), str(row.collectives),
+        number(row.us_a_unit(cell), 0) if cell.model == "tiny" else time(row.above), spread,
+        number(row.copied / parameter_bytes), str(row.collectives),
         number(row.payload / parameter_bytes), number(row.peak / MIB, 1), number(row.at_rest / MIB, 1),
         "" if row.padding is None else number(100 * row.padding, 2),
     ]  # fmt: skip
@@ -195,8 +197,6 @@ def main() -> int:
     print("\n".join(f"changed: {path.relative_to(DOCS.parent)}" for path in changed) or "nothing changed")
     return 1 if check and changed else 0
 
-
-__all__ = ["COMPARED_STEPS", "LOSS_TOLERANCE", "OURS", "block", "load", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

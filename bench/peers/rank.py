@@ -129,8 +129,8 @@ def in_short(error: BaseException) -> str:
 
 
 def serve(task: Task, rank: int, port: int, pipe: Connection, log: str) -> None:
-    """Answers ("count",), ("step",), ("time", steps), ("losses",) and ("spent",) until ("end",); an error is answered as such, and is the
-    end.
+    """Answers ("count",), ("step",), ("time", steps), ("losses",) and ("spent",) until ("end",). An error is answered
+    too, and is the end.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

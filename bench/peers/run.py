@@ -1,11 +1,12 @@
 """Trains small models under every sharding system on this machine and writes what each cost, a JSON line a run.
 
-    python -m bench.peers.run [--out FILE] [--cells llama-fp32-2 ...] [--systems ...] [--rounds 7] [--steps 5] [--repeats 3]
+    python -m bench.peers.run [--out FILE] [--cells llama-fp32-2 ...] [--systems fsdp2 ragged ...]
+                              [--rounds 7] [--steps 5] [--repeats 3]
 
-from the root of the repository, with the interpreter that bench/peers/python.sh names; `make bench-peers` does all of
-it. All systems of a cell (a model, a dtype and a number of ranks) are up at once and take turns: in each round each
-trains a few steps while the others wait, so that what disturbs the machine disturbs all. A repeat starts them anew.
-What can't run is a line with its error.
+in the root of the repository, with the interpreter in `tools/venv_path.sh --peers` and a built package on PYTHONPATH;
+`make bench-peers` does all of it. All systems of a cell (a model, a dtype and a number of ranks) are up at once and
+take turns: in each round each trains a few steps while the others wait, so that what disturbs the machine disturbs all.
+A repeat starts them anew. What can't run is a line with its error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 START_S = 240.0  # DeepSpeed compiles an operator the first time
 ROUND_S = 120.0
 RANK_BYTES = 320 << 20  # what a rank of these models takes at most, with its interpreter
-
 COUNTED_STEPS = ranks.LIVE_STEPS + 1
 
 
@@ -140,42 +140,47 @@ def run_cell(
 ) -> Iterator[dict[str, Any]]:
     """One repeat: the lines of all systems."""
     sizes = sizes or {}
-
-    def task(system: str) -> ranks.Task:
-        return ranks.Task(system, cell.model, 1 if system in UNSHARDED else cell.world, cell.bf16, 0, sizes)
-
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         begun, busy = time.monotonic(), busy_seconds()
         expected = reference_losses(ranks.Task("single", cell.model, 1, False, cell.world, sizes), context, folder)
 
-        groups, counted, timed = {}, {}, {name: [] for name in names}
+        groups, counted = {}, {}
         for name in names:
-            groups[name] = Group(task(name), context, folder)
+            world = 1 if name in UNSHARDED else cell.world
+            groups[name] = Group(ranks.Task(name, cell.model, world, cell.bf16, 0, sizes), context, folder)
             stack.callback(groups[name].end)
             with contextlib.suppress(Failed):
                 counted[name] = groups[name].ask("count", timeout=START_S)
-        for number in range(-1, rounds):  # the first is to warm up, and to have losses to compare
-            for name in names:
-                with contextlib.suppress(Failed):
-                    answers = groups[name].ask("time", steps if number >= 0 else COMPARED_STEPS - COUNTED_STEPS)
-                    if number >= 0:
-                        timed[name].append(answers)
-        ours = sum(groups[name].spent() for name in names)
+        timed = take_turns(groups, rounds, steps)
+
+        ours = sum(group.spent() for group in groups.values())
         others = max(0.0, busy_seconds() - busy - ours) / (time.monotonic() - begun)
-        for name in names:
+        for name, group in groups.items():
             line = {
-                "cell": cell.name, "model": cell.model, "dtype": "bf16" if cell.bf16 else "fp32",
-                "world": cell.world, "system": name, "started": started, "other_cores": round(others, 2),
+                "cell": cell.name, "model": cell.model, "dtype": cell.dtype, "world": cell.world, "system": name,
+                "started": started, "other_cores": round(others, 2),
             }  # fmt: skip
             try:
-                losses = groups[name].ask("losses")
+                losses = group.ask("losses")
                 line |= {"steps_a_round": steps, "rounds": timed[name], "ranks": counted[name]}
                 if name not in UNSHARDED or cell.world == 1:
                     line["loss_difference"] = largest_difference(losses, expected)
             except Failed as error:
                 line["error"] = str(error)
             yield line
+
+
+def take_turns(groups: dict[str, Group], rounds: int, steps: int) -> dict[str, list[Any]]:
+    """What each said in each round. A first one warms up, and brings losses to the steps that are compared."""
+    timed: dict[str, list[Any]] = {name: [] for name in groups}
+    for number in range(-1, rounds):
+        for name, group in groups.items():
+            with contextlib.suppress(Failed):
+                answers = group.ask("time", steps if number >= 0 else COMPARED_STEPS - COUNTED_STEPS)
+                if number >= 0:
+                    timed[name].append(answers)
+    return timed
 
 
 def check_memory(cell: Cell, names: Sequence[str]) -> None:
@@ -185,8 +190,9 @@ def check_memory(cell: Cell, names: Sequence[str]) -> None:
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     if free < ranks_up * RANK_BYTES:
         raise SystemExit(
-            f"[bench.peers] Expected {ranks_up * RANK_BYTES / 2**30:.1f} GiB of free memory for the {ranks_up} processes of "
-            f"{cell.name}, but there are {free / 2**30:.1f}. Stop other programs, or take fewer systems with --systems.")
+            f"[bench.peers] Expected {ranks_up * RANK_BYTES / 2**30:.1f} GiB of free memory for {ranks_up} processes "
+            f"({cell.name}), but there are {free / 2**30:.1f}. Stop other programs, or take fewer with --systems."
+        )
 
 
 def busy_seconds() -> float:

@@ -20,7 +20,7 @@ LEARNING_RATE = 3e-4
 
 @dataclasses.dataclass
 class Running:
-    """A model in training. `forward_backward` returns this rank's loss, detached; `update` steps and drops gradients."""
+    """A model in training. `forward_backward` returns the rank's loss, detached; `update` steps and drops gradients."""
 
     model: Any
     forward_backward: Callable[[torch.Tensor], torch.Tensor]
@@ -38,7 +38,7 @@ class Job:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Torch's fused step: of its three the fastest on a CPU, and the one without temporaries of the parameters' size."""
+    """Torch's fused step: of its three the fastest on a CPU, and the one without temporaries as large as parameters."""
     return torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
@@ -172,7 +172,9 @@ def megatron_v1(model: nn.Module, job: Job) -> Running:
     wrapped, optimizer = megatron_fsdp.fully_shard(
         module=model, optimizer=adamw(p for p in model.parameters() if p.requires_grad), device_mesh=mesh,
         dp_shard_dim="fsdp", tp_dim="tp", fsdp_unit_modules=[type(model.layers[0])], device=torch.device("cpu"),
-        mixed_precision_policy=mixed, overlap_grad_reduce=False, overlap_param_gather=False)  # fmt: skip
+        mixed_precision_policy=mixed, overlap_grad_reduce=False, overlap_param_gather=False,
+        # Parameters with ".experts." in their name have a group of their own; here it is that of all ranks.
+        expt_device_mesh=init_device_mesh("cpu", (job.world, 1), mesh_dim_names=("fsdp", "tp")))  # fmt: skip
     wrapped.ddp_config.gradient_reduce_div_fusion = False  # else PREMUL_SUM, which Gloo refuses
     # Wrapping takes a step with zero gradients to create the states; its count would make later steps others.
     for state in optimizer.state.values():

@@ -29,10 +29,12 @@ def targets(results: Results, dry: list[dict[str, Any]]) -> list[Target]:
         ("llama-bf16-2", (("ragged", 1.5), ("ragged_in_place", 0.5), ("ragged_cpp_in_place", 0.5))),
     ):
         for system, limit in limits:
-            found.append(absolute(results, cell, system, "written by copies, P", lambda row, size: row.copied / size, limit))
+            what = "written by copies, P"
+            found.append(absolute(results, cell, system, what, lambda row, size: row.copied / size, limit))
     for cell in ("llama-fp32-2", "llama-bf16-2", "moe-fp32-4"):
         for system in ("ragged", "ragged_in_place", "ragged_cpp"):
-            found.append(ratio(results, cell, system, "peak live bytes, MiB", lambda row: row.peak / MIB, 0.80, all_peers=True))
+            what = "peak live bytes, MiB"
+            found.append(ratio(results, cell, system, what, lambda row: row.peak / MIB, 0.80, all_peers=True))
     for system in ("ragged", "ragged_in_place", "ragged_cpp"):
         what = "CPU ms a step and rank above the unsharded run's, optimizers left out"
         found.append(ratio(results, "llama-fp32-2", system, what, lambda row: row.above, 0.5))

@@ -26,12 +26,16 @@ from bench.peers.results import Results  # noqa: E402
 SIZES = {"layers": 2, "dim": 64, "heads": 2, "feed_forward": 128, "vocabulary": 256, "sequence": 8}
 
 
+def call(module: str, *words: Any) -> None:
+    command = [sys.executable, "-m", module, *map(str, words)]
+    done = subprocess.run(command, cwd=REPO, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def run(tmp_path: pathlib.Path, cell: str, systems: list[str], rounds: int) -> list[dict[str, Any]]:
     out = tmp_path / f"{cell}.jsonl"
-    command = [sys.executable, "-m", "bench.peers.run", "--out", out, "--cells", cell, "--systems", *systems, "--rounds",
-               rounds, "--steps", 1, "--repeats", 1, "--sizes", json.dumps(SIZES)]  # fmt: skip
-    done = subprocess.run([str(word) for word in command], cwd=REPO, env=os.environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    call("bench.peers.run", "--out", out, "--cells", cell, "--systems", *systems, "--rounds", rounds, "--steps", 1,
+         "--repeats", 1, "--sizes", json.dumps(SIZES))  # fmt: skip
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -143,3 +147,18 @@ def test_models_start_alike_and_split_their_batches() -> None:
         parts = torch.cat([models.batch(sizes, 3, rank, 3) for rank in range(3)])
         assert len(parts) == 3 * sizes.batch
         assert not torch.equal(parts[: sizes.batch], parts[sizes.batch : 2 * sizes.batch])
+
+
+def test_dry_run_counts_what_a_large_world_would_move(tmp_path: pathlib.Path) -> None:
+    out, ranks = tmp_path / "dry.jsonl", 96
+    call("bench.peers.dry_run", "--out", out, "--runs", f"tiny:{ranks}", "--steps", 1)
+    line = json.loads(out.read_text().splitlines()[1])
+    assert "error" not in line, line
+    params = list(models.build(models.MODELS["tiny"]).parameters())
+    padded = sum(-(-param.shape[0] // ranks) * ranks * param[0].numel() for param in params)
+    assert (line["units"], line["elements"]) == (65, sum(param.numel() for param in params))
+    stock, ours = line["systems"]["fsdp2"], line["systems"]["ragged"]
+    assert stock["padding"] == pytest.approx(padded / line["elements"] - 1, abs=1e-9)
+    assert stock["collectives"] == (1 + 2 * 64) + 65
+    assert 0 <= ours["padding"] < 0.02
+    assert stock["shard_s"] > 0 and ours["shard_s"] > 0
