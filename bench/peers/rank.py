@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import importlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -121,11 +122,11 @@ class Rank:
 
 
 def in_short(error: BaseException) -> str:
-    """One line: what it says, or the line of code that raised where it says nothing."""
+    """One line without paths: what it says, or the line of code that raised where it says nothing."""
     text = str(error).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     said = text[0] if text else f"at `{frames[-1].line}`" if frames else ""
-    return f"{type(error).__name__}: {said}"[:200]
+    return re.sub(r"/(?:[\w.+-]+/)+", "", f"{type(error).__name__}: {said}")[:200]
 
 
 def serve(task: Task, rank: int, port: int, pipe: Connection, log: str) -> None:

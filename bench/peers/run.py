@@ -20,6 +20,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import platform
+import re
 import socket
 import sys
 import tempfile
@@ -100,7 +101,8 @@ class Group:
             process.join(2)
         codes = [process.exitcode for process in self.processes]
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
-        return f"ended with exit codes {codes}: {lines[-1][:200] if lines else 'no output'}"
+        said = re.sub(r"/(?:[\w.+-]+/)+", "", lines[-1])[:200] if lines else "no output"
+        return f"ended with exit codes {codes}: {said}"
 
     def end(self) -> None:
         for pipe in self.pipes:

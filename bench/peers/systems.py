@@ -166,9 +166,9 @@ def megatron_v1(model: nn.Module, job: Job) -> Running:
 
     mesh = init_device_mesh("cpu", (job.world, 1), mesh_dim_names=("fsdp", "tp"))  # it wants a tp dim
     model = model.bfloat16() if job.bf16 else model
-    # In fp32, naming a dtype for main parameters would keep a second copy of them.
-    mixed = megatron_fsdp.MixedPrecisionPolicy(
-        main_params_dtype=torch.float32 if job.bf16 else None, main_grads_dtype=torch.float32)  # fmt: skip
+    # Where parameters keep their dtypes, naming one for main parameters would keep a second copy of them.
+    main = torch.float32 if job.bf16 else None
+    mixed = megatron_fsdp.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=main)
     wrapped, optimizer = megatron_fsdp.fully_shard(
         module=model, optimizer=adamw(p for p in model.parameters() if p.requires_grad), device_mesh=mesh,
         dp_shard_dim="fsdp", tp_dim="tp", fsdp_unit_modules=[type(model.layers[0])], device=torch.device("cpu"),

@@ -162,3 +162,29 @@ def test_dry_run_counts_what_a_large_world_would_move(tmp_path: pathlib.Path) ->
     assert stock["collectives"] == (1 + 2 * 64) + 65
     assert 0 <= ours["padding"] < 0.02
     assert stock["shard_s"] > 0 and ours["shard_s"] > 0
+
+
+def test_a_rank_that_dies_ends_its_system_alone(tmp_path: pathlib.Path) -> None:
+    code = f"""
+import os, signal
+from bench.peers.rank import Task
+from bench.peers.run import Failed, Group, make_context
+context = make_context()
+group, other = (Group(Task(name, "tiny", 2, config={{"layers": 2}}), context, {str(tmp_path)!r})
+                for name in ("fsdp2", "ddp"))
+group.ask("count"), other.ask("count")
+os.kill(group.processes[1].pid, signal.SIGKILL)
+for _ in range(2):
+    try:
+        group.ask("step")
+        print("no error")
+    except Failed as error:
+        print(error)
+print(len(other.ask("losses")[0]))
+other.end()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ, capture_output=True, text=True)
+    first, second, losses = done.stdout.splitlines()
+    # Whichever is noticed first: the dead process, or what its neighbour says of it.
+    assert first == second != "no error" and ("exit codes" in first or "Error" in first), done.stderr
+    assert losses == "4"
