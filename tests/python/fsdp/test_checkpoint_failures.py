@@ -1,5 +1,5 @@
-"""Folders of checkpoints, what fails and what is left then, and asynchronous saves. Processes that are killed are in the
-trainer's tests, and a writer that hangs in tests/checkpoint/tree_test.cpp: the code is the same."""
+"""Folders of checkpoints, what fails and what is left then, and asynchronous saves. Processes that are killed are in
+the trainer's tests, and a writer that hangs in tests/checkpoint/tree_test.cpp: the code is the same."""
 
 import resource
 
