@@ -7,7 +7,7 @@ from bench.peers.results import Row
 
 MIB = 2**20
 OURS, OTHERS, UNSHARDED = "#f2a541", "#4c78a8", "#bbbbbb"
-LABELS, PANEL, GAP, LINE = 200, 150, 24, 20
+LABELS, PANEL, GAP, LINE = 216, 150, 24, 20
 
 
 def bars(title: str, rows: dict[str, Row], parameter_bytes: int) -> str:

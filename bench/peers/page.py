@@ -100,7 +100,8 @@ def cell_block(results: Results, cell: Cell) -> str:
     if not rows:
         return "Not measured.\n"
     size = results.parameter_bytes(cell)
-    lines = [f"{MODELS[cell.model]}; {cell.dtype}, {cell.world} rank{'s' if cell.world > 1 else ''}. "
+    dtype = "dtypes as stored" if cell.model == "mixed" else cell.dtype
+    lines = [f"{MODELS[cell.model]}; {dtype}, {cell.world} rank{'s' if cell.world > 1 else ''}. "
              f"P = {size / MIB:.1f} MiB.\n",
              table(header(cell), [system_row(row, cell, size) for row in rows.values()])]  # fmt: skip
     weak = [text for name in ("ragged", "ragged_cpp") if (text := behind(rows, cell, name))]
