@@ -31,6 +31,11 @@ struct ModelConfig {
   Index vocabulary = 256;        // at least 256: tokens are bytes
   bool tied_embeddings = false;  // the head multiplies by the embedding
   double rope_theta = 10000.0;
+  double rope_factor =
+      1.0;  // see [Note: stretched rotary positions] in llama.h; 1: none, and the next three don't count
+  double rope_low_frequency = 1.0;
+  double rope_high_frequency = 4.0;  // more than the low one
+  Index rope_original_sequence = 8192;
   double norm_eps = 1e-5;
   double init_std = 0.02;
 

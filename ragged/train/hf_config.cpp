@@ -98,26 +98,57 @@ std::string architecture_of(const Keys& keys) {
 }
 
 // Older configs write rope_theta and rope_scaling, newer ones both in rope_parameters.
-double rope_theta_of(const Keys& keys, double fallback) {
-  double theta = keys.number("rope_theta", fallback);
+void read_rope(const Keys& keys, double fallback, ModelConfig& model) {
+  model.rope_theta = keys.number("rope_theta", fallback);
+  RAGGED_CHECK(
+      keys.number("partial_rotary_factor", 1.0) == 1.0, "[{}] Expected partial_rotary_factor = 1, but got {} ('{}').",
+      kOperation, keys.number("partial_rotary_factor", 1.0), keys.source());
+  const std::map<std::string, double*> numbers = {
+      {"rope_theta", &model.rope_theta},
+      {"factor", &model.rope_factor},
+      {"low_freq_factor", &model.rope_low_frequency},
+      {"high_freq_factor", &model.rope_high_frequency}};
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     if (!keys.has(key)) continue;
     const Json& parameters = keys[key];
     RAGGED_CHECK(
         parameters.is_object(), "[{}] Expected an object '{}', but got {} ('{}').", kOperation, key, parameters.dump(),
         keys.source());
-    for (const char* name : {"rope_type", "type"}) {
-      if (!parameters.contains(name)) continue;
-      RAGGED_CHECK(
-          parameters[name] == "default",
-          "[{}] Expected rotary positions of type \"default\", but got {} (key '{}', '{}'). Scaled positions aren't "
-          "there "
-          "yet.",
-          kOperation, parameters[name].dump(), key, keys.source());
+    std::string type = "default";
+    for (const auto& [name, value] : parameters.items()) {
+      if (name == "rope_type" || name == "type") {
+        type = value.is_string() ? value.get<std::string>() : value.dump();
+      } else if (numbers.contains(name)) {
+        *numbers.at(name) = keys.number_of(value, name);
+      } else if (name == "original_max_position_embeddings") {
+        model.rope_original_sequence = JsonNode(value, name, kOperation).integer(1, Index{1} << 40);
+      } else {
+        RAGGED_CHECK(
+            name == "partial_rotary_factor" && value == 1.0,
+            "[{}] Expected rotary positions without '{}', but got {} (key '{}', '{}').", kOperation, name, value.dump(),
+            key, keys.source());
+      }
     }
-    if (parameters.contains("rope_theta")) theta = keys.number_of(parameters["rope_theta"], "rope_theta");
+    RAGGED_CHECK(
+        type == "default" || type == "llama3",
+        "[{}] Expected rotary positions of type default or llama3, but got \"{}\" (key '{}', '{}'). Models here know "
+        "no others.",
+        kOperation, type, key, keys.source());
+    if (type == "default") model.rope_factor = 1.0;
   }
-  return theta;
+}
+
+Json rope_parameters(const ModelConfig& config) {
+  const bool is_stretched = config.rope_factor != 1.0;
+  Json json;
+  json["rope_type"] = is_stretched ? "llama3" : "default";
+  json["rope_theta"] = config.rope_theta;
+  if (!is_stretched) return json;
+  json["factor"] = config.rope_factor;
+  json["low_freq_factor"] = config.rope_low_frequency;
+  json["high_freq_factor"] = config.rope_high_frequency;
+  json["original_max_position_embeddings"] = config.rope_original_sequence;
+  return json;
 }
 
 // What ours don't have must be switched off.
@@ -184,8 +215,9 @@ std::string hf_config_json(const ModelConfig& config, std::string_view dtype, In
   json["hidden_act"] = "silu";
   json["max_position_embeddings"] = sequence;
   json["rms_norm_eps"] = config.norm_eps;
-  json["rope_theta"] = config.rope_theta;  // of transformers 4; 5 reads the next
-  json["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", config.rope_theta}};
+  json["rope_theta"] = config.rope_theta;  // of transformers 4, like rope_scaling; 5 reads rope_parameters
+  if (config.rope_factor != 1.0) json["rope_scaling"] = rope_parameters(config);
+  json["rope_parameters"] = rope_parameters(config);
   json["initializer_range"] = config.init_std;
   json["tie_word_embeddings"] = config.tied_embeddings;
   json["attention_bias"] = false;
@@ -247,7 +279,7 @@ ModelConfig model_config_from_hf(std::string_view text, std::string_view source)
   }
   model.vocabulary = keys.integer("vocab_size");
   model.tied_embeddings = keys.boolean("tie_word_embeddings", false);
-  model.rope_theta = rope_theta_of(keys, family.rope_theta);
+  read_rope(keys, family.rope_theta, model);
   model.norm_eps = keys.number("rms_norm_eps", family.norm_eps);
   model.init_std = keys.number("initializer_range", model.init_std);
   try {
@@ -278,6 +310,12 @@ std::vector<std::string> model_differences(const ModelConfig& before, const Mode
   compare("vocabulary", before.vocabulary, now.vocabulary);
   compare("tied_embeddings", before.tied_embeddings, now.tied_embeddings);
   compare("rope_theta", before.rope_theta, now.rope_theta);
+  compare("rope_factor", before.rope_factor, now.rope_factor);
+  if (before.rope_factor != 1.0 && now.rope_factor != 1.0) {
+    compare("rope_low_frequency", before.rope_low_frequency, now.rope_low_frequency);
+    compare("rope_high_frequency", before.rope_high_frequency, now.rope_high_frequency);
+    compare("rope_original_sequence", before.rope_original_sequence, now.rope_original_sequence);
+  }
   compare("norm_eps", before.norm_eps, now.norm_eps);
   return differences;
 }

@@ -20,8 +20,8 @@ std::string hf_generation_config_json();
 
 /// The config of a model with these weights; `from` isn't set, and what config.json doesn't say (balance_loss) keeps
 /// its default. Throws InvalidArgument that names `source`, the key, what was expected and what came: for architectures
-/// that our models aren't, parts of theirs that ours don't have (biases of attention, sinks and scaled rotary
-/// positions, sliding windows, quantised weights), and sizes out of range.
+/// that our models aren't, parts of theirs that ours don't have (biases of attention, sinks, other rotary positions,
+/// sliding windows, quantised weights), and sizes out of range.
 ModelConfig model_config_from_hf(std::string_view json, std::string_view source);
 
 /// Keys of [model] in which two configs describe other tensors or other mathematics, as "dim: 256 -> 512"; where they

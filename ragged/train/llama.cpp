@@ -1,6 +1,7 @@
 #include "ragged/train/llama.h"
 
 #include <cmath>
+#include <numbers>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -31,13 +32,26 @@ at::Tensor RmsNorm::forward(const at::Tensor& x) {
   return at::rms_norm(x, {x.size(-1)}, weight, eps_);
 }
 
+RotaryTable::RotaryTable(const ModelConfig& config)
+    : RotaryTable(
+          config.dim_of_head(), config.rope_theta,
+          {.factor = config.rope_factor,
+           .low = config.rope_low_frequency,
+           .high = config.rope_high_frequency,
+           .original = config.rope_original_sequence}) {}
+
 const RotaryTable::Table& RotaryTable::table(Index sequence, c10::Device device) {
   Table& table = tables_[device.str()];
   if (!table.cosines.defined() || table.cosines.size(0) < sequence) {
     const at::NoGradGuard no_grad;
     // In fp64 and on the CPU, so that every device gets the same bits.
     const at::Tensor exponents = at::arange(0, head_dim_, 2, at::kDouble) / head_dim_;
-    const at::Tensor frequencies = at::pow(theta_, exponents).reciprocal();
+    at::Tensor frequencies = at::pow(theta_, exponents).reciprocal();
+    if (stretch_.factor != 1.0) {
+      const at::Tensor turns = frequencies * (static_cast<double>(stretch_.original) / (2.0 * std::numbers::pi));
+      const at::Tensor kept = ((turns - stretch_.low) / (stretch_.high - stretch_.low)).clamp(0.0, 1.0);
+      frequencies = frequencies * (kept + (1.0 - kept) / stretch_.factor);
+    }
     const at::Tensor angles = at::outer(at::arange(sequence, at::kDouble), frequencies).unsqueeze(1);
     table.cosines = angles.cos().to(at::kFloat).to(device);
     table.sines = angles.sin().to(at::kFloat).to(device);
@@ -105,7 +119,7 @@ at::Tensor DecoderLayer::forward(const at::Tensor& x) {
 }
 
 Llama::Llama(const ModelConfig& config, const MakeParameter& make) : config_(config) {
-  const auto rotary = std::make_shared<RotaryTable>(config.dim_of_head(), config.rope_theta);
+  const auto rotary = std::make_shared<RotaryTable>(config);
   embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
   for (Index i = 0; i < config.layers; ++i) {

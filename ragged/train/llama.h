@@ -40,12 +40,25 @@ class RmsNorm : public ShardableModule {
   double eps_;
 };
 
+/// [Note: stretched rotary positions] Llama 3.1 (Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, and
+/// the code published with it) reaches longer texts than it was first trained on by slowing some frequencies down. Let
+/// t be the turns that one makes within the original sequence: with t below `low` it is divided by `factor`, with t
+/// above `high` it stays, and between the two it goes over linearly in t.
+struct RotaryStretch {
+  double factor = 1.0;  // 1: none
+  double low = 1.0;
+  double high = 4.0;
+  Index original = 8192;
+};
+
 /// Cosines and sines of the rotary positions, made on first use on the device that asks. They are
 /// neither parameters nor buffers: on a model built on the meta device those would stay without
 /// values.
 class RotaryTable {
  public:
-  RotaryTable(Index head_dim, double theta) : head_dim_(head_dim), theta_(theta) {}
+  explicit RotaryTable(const ModelConfig& config);
+  RotaryTable(Index head_dim, double theta, RotaryStretch stretch = {})
+      : head_dim_(head_dim), theta_(theta), stretch_(stretch) {}
   /// Turns each pair (i, i + head_dim/2) of a head by its position; in fp32, returned in x's dtype.
   /// x: [batch, sequence, heads, head_dim].
   at::Tensor rotate(const at::Tensor& x);
@@ -59,6 +72,7 @@ class RotaryTable {
 
   Index head_dim_;
   double theta_;
+  RotaryStretch stretch_;
   std::map<std::string, Table> tables_;  // by device
 };
 

@@ -82,7 +82,7 @@ std::pair<at::Tensor, std::optional<at::Tensor>> MoeLayer::forward(const at::Ten
 }
 
 MoeDecoder::MoeDecoder(const ModelConfig& config, const MakeParameter& make) : config_(config) {
-  const auto rotary = std::make_shared<RotaryTable>(config.dim_of_head(), config.rope_theta);
+  const auto rotary = std::make_shared<RotaryTable>(config);
   embed_tokens = register_module("embed_tokens", std::make_shared<Embedding>(config.vocabulary, config.dim, make));
   const auto list = register_module("layers", std::make_shared<ShardableModule>());
   for (Index i = 0; i < config.layers; ++i) {

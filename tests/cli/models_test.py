@@ -72,7 +72,7 @@ class ModelsTest(unittest.TestCase):
         for kind, args in KINDS.items():
             checkpoints = self.trained(*args, name=kind)
             said = self.succeed("export", checkpoints, f"{kind}.hf", "--max-file-size", "20000")
-            self.assertRegex(said, rf"^{kind}.hf: step 3 as \w+ForCausalLM: \d+ tensors, [\d,]+ bytes of F32 in \d+ files")
+            self.assertRegex(said, rf"^{kind}.hf: step 3 as \w+CausalLM: \d+ tensors, [\d,]+ bytes of F32 in \d+ files")
             said = self.succeed("import", f"{kind}.hf", f"{kind}.toml")
             self.assertIn(f"train it with: ragged train {kind}.toml", said)
             self.assertNotIn("note:", said)

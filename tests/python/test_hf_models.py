@@ -41,6 +41,7 @@ device = "cpu"
 
 MODELS = {
     "llama": ["--model.head_dim=10"],
+    "stretched": ["--model.rope_factor=8.0", "--model.rope_original_sequence=40"],
     "tied": ["--model.tied_embeddings=true", "--model.rope_theta=500000.0"],
     "gpt_oss": ["--model.kind=moe"],
     "mixtral": ["--model.kind=moe", "--model.expert_biases=false", "--model.kv_heads=4"],
@@ -68,11 +69,8 @@ def ragged(folder, *args, ranks=1):
         variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env.update({} if ranks == 1 else {name: str(value) for name, value in variables.items()})
-        processes.append(
-            subprocess.Popen(
-                [BINARY, *map(str, args)], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        processes.append(subprocess.Popen([BINARY, *map(str, args)], cwd=folder, env=env, **pipes))
     outputs = [process.communicate(timeout=120) for process in processes]
     for process, (_, err) in zip(processes, outputs):
         assert process.returncode == 0, err
@@ -179,7 +177,10 @@ def make_theirs(kind, **options):
         intermediate_size=20, bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2,
     )
     torch.manual_seed(1)
-    if kind in ("llama", "tied"):
+    if kind == "stretched":
+        rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+        options["rope_parameters"] = {**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind in ("llama", "tied", "stretched"):
         config = transformers.LlamaConfig(**sizes, head_dim=10, tie_word_embeddings=kind == "tied", **options)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "mistral":
@@ -215,7 +216,7 @@ def start_from(folder, *args, ranks=1):
     return ragged(folder, "train", "start.toml", *still, *args, ranks=ranks)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "mistral", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "stretched", "mistral", "mixtral", "gpt_oss"])
 def test_what_they_made_computes_the_same_here_and_goes_back(folder, kind):
     model = make_theirs(kind)
     model.save_pretrained(folder / "theirs", max_shard_size="30KB")

@@ -217,6 +217,7 @@ TEST(Config, values_that_do_not_go_together_are_refused) {
   expect_in(message("[model]\ndim = 12\nheads = 4\nkv_heads = 4\n"), {"model.dim", "12"});
   expect_in(message("[model]\ndim = 12\nheads = 4\nkv_heads = 4\nhead_dim = 5\n"), {"model.head_dim", "5"});
   EXPECT_NO_THROW(parse("[model]\ndim = 12\nheads = 4\nkv_heads = 4\nhead_dim = 6\n"));
+  expect_in(message("[model]\nrope_low_frequency = 4\n"), {"model.rope_high_frequency", "4 and 4"});
 }
 
 TEST(Config, checkpoints_have_limits) {

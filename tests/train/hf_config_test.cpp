@@ -35,7 +35,12 @@ ModelConfig read(const Json& json) {
 TEST(HfConfig, comes_back) {
   ModelConfig tied = kLlama;
   tied.tied_embeddings = true;
-  for (const ModelConfig& config : {kLlama, tied, kGptOss, kMixtral}) {
+  ModelConfig stretched = kLlama;
+  stretched.rope_factor = 32;
+  stretched.rope_low_frequency = 1.5;
+  stretched.rope_high_frequency = 3;
+  stretched.rope_original_sequence = 4096;
+  for (const ModelConfig& config : {kLlama, tied, stretched, kGptOss, kMixtral}) {
     EXPECT_EQ(read(written(config)), config);
     EXPECT_TRUE(model_differences(config, read(written(config))).empty());
   }
@@ -66,6 +71,16 @@ TEST(HfConfig, what_is_absent_has_transformers_defaults) {
   EXPECT_EQ(config.rope_theta, 1e4);
   EXPECT_EQ(config.norm_eps, 1e-6);
   EXPECT_FALSE(config.tied_embeddings);
+  Json newer = json;  // as Llama 3.1 is published
+  newer["rope_theta"] = 500000.0;
+  newer["rope_scaling"] = {
+      {"factor", 8.0},
+      {"low_freq_factor", 1.0},
+      {"high_freq_factor", 4.0},
+      {"original_max_position_embeddings", 8192},
+      {"rope_type", "llama3"}};
+  EXPECT_EQ(read(newer).rope_factor, 8.0);
+  EXPECT_EQ(read(newer).rope_theta, 5e5);
   Json mistral = json;
   mistral["architectures"] = {"MistralForCausalLM"};
   mistral["rope_theta"] = 1000000;  // an integer is a number too
@@ -88,7 +103,14 @@ TEST(HfConfig, what_our_models_cant_be_is_refused_by_name) {
       {kLlama, "mlp_bias", true, "mlp_bias"},
       {kLlama, "hidden_act", "gelu", "hidden_act = silu"},
       {kLlama, "quantization_config", {{"quant_method", "gptq"}}, "quantization_config"},
-      {kLlama, "rope_parameters", {{"rope_type", "llama3"}, {"factor", 8}}, "\"llama3\""},
+      {kLlama, "rope_parameters", {{"rope_type", "yarn"}, {"factor", 8}}, "\"yarn\""},
+      {kLlama, "rope_parameters", {{"rope_theta", 1e4}, {"partial_rotary_factor", 0.5}}, "'partial_rotary_factor'"},
+      {kLlama, "rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}, "'full_attention'"},
+      {kLlama, "partial_rotary_factor", 0.5, "partial_rotary_factor = 1"},
+      {kLlama,
+       "rope_parameters",
+       {{"rope_type", "llama3"}, {"factor", 8}, {"low_freq_factor", 4}, {"high_freq_factor", 4}},
+       "model.rope_high_frequency"},
       {kLlama, "rope_scaling", {{"type", "linear"}}, "\"linear\""},
       {kLlama, "rope_scaling", 3, "rope_scaling"},
       {kLlama, "hidden_size", nullptr, "'hidden_size'"},
@@ -126,8 +148,9 @@ TEST(HfConfig, differences_are_named) {
   other.from = "elsewhere";
   other.init_std = 7;
   other.balance_loss = 3;
-  other.experts = 77;  // of no matter without experts
-  other.head_dim = 8;  // what it was
+  other.experts = 77;                // of no matter without experts
+  other.head_dim = 8;                // what it was
+  other.rope_original_sequence = 3;  // of no matter without a factor
   EXPECT_TRUE(model_differences(kLlama, other).empty());
   other.dim = 96;
   other.tied_embeddings = true;

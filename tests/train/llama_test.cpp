@@ -212,6 +212,36 @@ TEST(Llama, rotation_keeps_lengths_and_the_first_position) {
   EXPECT_FALSE(at::allclose(x.select(1, 4), y.select(1, 4)));
 }
 
+// A head that points along the first axes comes out as the cosines and sines themselves.
+TEST(Llama, stretched_rotation_equals_its_definition) {
+  const RotaryStretch stretch{.factor = 8, .low = 1, .high = 4, .original = 64};
+  RotaryTable rotary(16, 100.0, stretch);
+  const at::Tensor x = at::cat({at::ones({1, 9, 1, 8}), at::zeros({1, 9, 1, 8})}, -1);
+  const at::Tensor y = rotary.rotate(x);
+  int kept = 0;
+  int divided = 0;
+  for (int i = 0; i < 8; ++i) {
+    double frequency = std::pow(100.0, -2.0 * i / 16.0);
+    const double wavelength = 2 * 3.14159265358979323846 / frequency;
+    if (wavelength > 64.0 / 1) {
+      frequency /= 8;
+      ++divided;
+    } else if (wavelength >= 64.0 / 4) {
+      const double smooth = (64.0 / wavelength - 1) / (4 - 1);
+      frequency = (1 - smooth) * frequency / 8 + smooth * frequency;
+    } else {
+      ++kept;
+    }
+    for (int t = 0; t < 9; ++t) {
+      EXPECT_NEAR(y[0][t][0][i].item<double>(), std::cos(t * frequency), 1e-6) << t << " " << i;
+      EXPECT_NEAR(y[0][t][0][i + 8].item<double>(), std::sin(t * frequency), 1e-6) << t << " " << i;
+    }
+  }
+  EXPECT_GT(kept, 0);
+  EXPECT_GT(divided, 0);
+  EXPECT_LT(kept + divided, 8);
+}
+
 TEST(Llama, init_rule_tells_norms_residual_writers_and_the_rest_apart) {
   const fsdp::InitFn rule = init_rule({.layers = 8, .init_std = 0.02});
   const std::vector<Index> vector{4};
