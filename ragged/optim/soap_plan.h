@@ -13,8 +13,8 @@
 // [Note: owner state]
 // State exists once in a shard group, whole, on the matrix's root, since factors and bases have nothing to do with the
 // parameter's shape. Roots are chosen so that neither time nor memory piles up: a matrix weighs its share of all
-// operations plus its share of all state, so that with equal weights no rank has more than twice its fair part of
-// either. Replicas repeat the work and hold the state each.
+// operations plus its share of all state, so where these weights come out even, no rank has more than twice its fair
+// part of either. Replicas repeat the work and hold the state each.
 #pragma once
 
 #include <cstdint>
