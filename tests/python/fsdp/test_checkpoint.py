@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
-from models import Adapted, Mixer, TinyLM
+from models import Adapted, Mixer, TinyLM, stack
 from saved_runs import MAKE, build, spoil, train
 from support.optim import assert_same_bits, everything
 from torch.distributed.checkpoint.state_dict import (
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ragged_fsdp
 from harness import OURS, full, mesh, rank, seeded, shard, threads, tokens, world
@@ -119,6 +120,31 @@ def test_models_of_fsdp2_and_of_ours_load_each_others(tmp_path):
                 assert_same_bits(everything(optimizer), want)
 
     threads(3, body)
+
+
+def test_models_of_fsdp2_under_tensor_parallelism(tmp_path):
+    def body():
+        grid = mesh(2, 2, names=("dp", "tp"))
+
+        def build(package, seed):
+            model = seeded(lambda: stack(2, 6), seed)
+            plan = {f"{i}.up": ColwiseParallel() for i in range(2)} | {f"{i}.down": RowwiseParallel() for i in range(2)}
+            parallelize_module(model, grid["tp"], plan)
+            package.fully_shard(model, mesh=grid["dp"])
+            return model
+
+        plain = seeded(lambda: stack(2, 6)).state_dict()
+        for name, package in (("ours", ragged_fsdp), ("stock", torch.distributed.fsdp)):
+            checkpoint.save(tmp_path / name, build(package, 0), step=0)
+            other = build(ragged_fsdp, 1)
+            checkpoint.load(tmp_path / name, other)
+            whole = seeded(lambda: stack(2, 6), 2)
+            checkpoint.load(tmp_path / name, whole)
+            for key, tensor in plain.items():
+                assert torch.equal(full(other.state_dict()[key]), tensor), key
+                assert torch.equal(whole.state_dict()[key], tensor), key
+
+    threads(4, body)
 
 
 def test_a_model_from_the_meta_device(tmp_path):
