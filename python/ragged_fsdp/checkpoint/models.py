@@ -32,7 +32,10 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+_CASTABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # 8 bits and integers may be codes
 
 
 def load_safetensors(
@@ -45,15 +48,16 @@ def load_safetensors(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fills the parameters and persistent buffers of a model, sharded or not, from a folder of safetensors. Each rank
-    reads the elements that it holds, a few megabytes at a time, cast to the parameter's dtype. A model from the meta
-    device needs memory first, `model.to_empty(device=..)`, and its other buffers their values.
+    reads the elements that it holds, a few megabytes at a time; floating-point numbers are cast to the parameter's
+    dtype. A model from the meta device needs memory first, `model.to_empty(device=..)`, and its other buffers their
+    values.
 
     rename: from a name in the model to the one in the files; a tied tensor is looked for under each of its names.
     allow_missing: tensors of the model that the folder lacks stay as they are. allow_unused: tensors in the folder that
         the model has no use for.
 
-    Raises CheckpointError, the same on all ranks and before anything is changed, for what is missing, damaged or of
-    another shape. Collective.
+    Raises CheckpointError, the same on all ranks and before anything is changed, for what is missing, truncated,
+    quantised or of another shape; such files have no checksums. Collective.
     """
     ranks = Ranks.of(process_group)
     files, wanted = ranks.agreed(lambda: _plan_load(model, folder, rename, allow_missing, allow_unused))
@@ -87,7 +91,13 @@ def _plan_load(
                 f"[load_safetensors] Expected tensor '{stored_name}' of shape {tuple(tensor.shape)} in a dtype of "
                 f"torch's, but '{folder}' has {shape} in {dtype}. Build the model with the folder's configuration."
             )
-        wanted.setdefault(id(tensor), (Entry(stored_name, tensor), _DTYPES[dtype]))
+        stored = _DTYPES[dtype]
+        if stored != tensor.dtype and not {stored, tensor.dtype} <= _CASTABLE:
+            raise _C.CheckpointError(
+                f"[load_safetensors] Expected tensor '{stored_name}' in a dtype that casts to {tensor.dtype}, but "
+                f"'{folder}' has {dtype}. Quantised weights need their scales: dequantise them first."
+            )
+        wanted.setdefault(id(tensor), (Entry(stored_name, tensor), stored))
     lacking = [name for key, name in missing.items() if key not in wanted]
     if lacking and not allow_missing:
         raise _C.CheckpointError(

@@ -166,6 +166,8 @@ def test_folders_that_do_not_fit_are_refused_on_all_ranks_and_change_nothing(tmp
         (without, {}, f"Expected tensor '{name}', but .* none"),
         ({**plain, "more": torch.ones(1)}, {}, "a use for tensor 'more'"),
         ({**plain, name: torch.ones(12, 29)}, {}, rf"'{name}' of shape \(29, 12\)"),
+        ({**plain, name: torch.ones(29, 12, dtype=torch.int8)}, {}, f"'{name}' in a dtype that casts .* I8"),
+        ({**plain, name: plain[name].to(torch.float8_e4m3fn)}, {}, "F8_E4M3. Quantised weights"),
         (plain, {"truncated": True}, "model.safetensors"),
     ]
     for i, (tensors, how, match) in enumerate(cases):
