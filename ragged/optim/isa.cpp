@@ -24,6 +24,15 @@ Isa best_isa() {
   return best;
 }
 
+bool has_bf16_products() {
+#ifdef __x86_64__
+  static const bool has = has_isa(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") != 0;
+  return has;
+#else
+  return false;
+#endif
+}
+
 const char* to_string(Isa isa) {
   switch (isa) {
     case Isa::kBaseline:

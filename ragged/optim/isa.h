@@ -10,5 +10,8 @@ bool has_isa(Isa isa);
 /// The widest that this machine has.
 Isa best_isa();
 const char* to_string(Isa isa);
+/// Whether one instruction multiplies bf16 and sums in fp32 (AVX512-BF16): then torch's products in bf16 are several
+/// times as fast as in fp32, elsewhere slower.
+bool has_bf16_products();
 
 }  // namespace ragged::optim

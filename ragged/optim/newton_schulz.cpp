@@ -10,6 +10,7 @@
 #include <fmt/ranges.h>
 
 #include "ragged/base/error.h"
+#include "ragged/optim/isa.h"
 
 namespace ragged::optim {
 namespace {
@@ -84,22 +85,27 @@ std::optional<std::array<double, 3>> own_coefficients(std::string_view text) {
   return abc;
 }
 
-// Operands as the dtype has them, in a dtype that a CPU multiplies well: bf16 there is fp32 that is rounded after each
-// operation.
+// Operands as the dtype has them, in a dtype that the device multiplies well: bf16 on most CPUs is fp32 that is rounded
+// after each operation.
 struct Arithmetic {
   at::ScalarType dtype;
   bool emulates;
 
   at::Tensor round(const at::Tensor& x) const { return emulates ? x.to(dtype).to(at::kFloat) : x; }
   at::Tensor multiply(const at::Tensor& x, const at::Tensor& y) const { return round(at::matmul(x, y)); }
+  /// x * a + (y z) * b, rounded once.
+  at::Tensor multiply_add(double a, const at::Tensor& x, double b, const at::Tensor& y, const at::Tensor& z) const {
+    if (dtype != at::kBFloat16 || emulates) return round(x * a + at::matmul(y, z) * b);
+    return x.dim() == 3 ? at::baddbmm(x, y, z, a, b) : at::addmm(x, y, z, a, b);
+  }
 };
 
 // x: [rows, cols] or [n, rows, cols], rows <= cols.
 at::Tensor iterate(at::Tensor x, const NewtonSchulzSet& set, const Arithmetic& arithmetic) {
   for (const auto& [a, b, c] : set.steps) {
     const at::Tensor gram = arithmetic.multiply(x, x.transpose(-2, -1));
-    const at::Tensor polynomial = arithmetic.round(gram * b + at::matmul(gram, gram) * c);
-    x = arithmetic.round(x * a + at::matmul(polynomial, x));
+    const at::Tensor polynomial = arithmetic.multiply_add(b, gram, c, gram, gram);
+    x = arithmetic.multiply_add(a, x, 1.0, polynomial, x);
   }
   return x;
 }
@@ -158,7 +164,8 @@ at::Tensor newton_schulz(const at::Tensor& matrices, const NewtonSchulzSet& set,
     for (const at::Tensor& matrix : matrices.unbind(0)) results.push_back(newton_schulz(matrix, set, options));
     return at::stack(results);
   }
-  const bool emulates = options.dtype == at::kBFloat16 && matrices.device().is_cpu();
+  const bool emulates =
+      options.dtype == at::kBFloat16 && matrices.device().is_cpu() && !(options.native_bf16 && has_bf16_products());
   const Arithmetic arithmetic{.dtype = options.dtype, .emulates = emulates};
   at::Tensor x = matrices.to(options.dtype == at::kDouble ? at::kDouble : at::kFloat);
   const bool is_tall = x.size(-2) > x.size(-1);

@@ -34,6 +34,9 @@ struct NewtonSchulzOptions {
   at::ScalarType dtype = at::kBFloat16;  // of operands; products are summed in fp32. Also fp32, fp64
   /// Equal shapes in one product. Same bits on CPU.
   bool batched = true;
+  /// bf16 on a CPU: by the processor's own instructions where has_bf16_products() (isa.h). Else, and if false, products
+  /// are fp32's of operands rounded to bf16: the same rounding, sums in another order.
+  bool native_bf16 = true;
 };
 
 /// Throws InvalidArgument on a name, number of steps or dtype that there isn't.

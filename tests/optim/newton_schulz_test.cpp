@@ -69,14 +69,36 @@ TEST(NewtonSchulz, tall_is_wide_transposed_and_a_stack_is_a_loop) {
   }
 }
 
+// By the processor's instructions, where it has them, and through fp32. Singular values as the band of the set in 16
+// bits has them.
 TEST(NewtonSchulz, bfloat16_stays_near_double_precision) {
-  const at::Tensor x = at::randn({24, 40}, at::kDouble);
+  at::manual_seed(3);
+  for (const auto& [rows, cols] : std::vector<std::pair<int64_t, int64_t>>{{24, 40}, {67, 31}, {1, 7}, {64, 64}}) {
+    const at::Tensor x = at::randn({rows, cols}, at::kDouble);
+    const auto set = newton_schulz_set("keller");
+    const at::Tensor exact = newton_schulz(x, set, kFp64);
+    for (const bool native : {true, false}) {
+      const at::Tensor rough = newton_schulz(x, set, {.dtype = at::kBFloat16, .native_bf16 = native});
+      EXPECT_EQ(rough.scalar_type(), at::kBFloat16);
+      EXPECT_LT(((rough.to(at::kDouble) - exact).norm() / exact.norm()).item<double>(), 0.06) << native;
+      if (rows > 1) {  // it was rounded
+        EXPECT_GT((rough.to(at::kDouble) - exact).abs().max().item<double>(), 1e-4) << native;
+      }
+      const at::Tensor values = std::get<1>(at::linalg_svd(rough.to(at::kDouble), false));
+      EXPECT_LT(values.max().item<double>(), 1.21) << native;
+    }
+  }
+}
+
+TEST(NewtonSchulz, bfloat16_zeros_give_zeros_and_nan_is_seen) {
   const auto set = newton_schulz_set("keller");
-  const at::Tensor exact = newton_schulz(x, set, kFp64);
-  const at::Tensor rough = newton_schulz(x, set, {.dtype = at::kBFloat16});
-  EXPECT_EQ(rough.scalar_type(), at::kBFloat16);
-  EXPECT_LT(((rough.to(at::kDouble) - exact).norm() / exact.norm()).item<double>(), 0.06);
-  EXPECT_GT((rough.to(at::kDouble) - exact).abs().max().item<double>(), 1e-4);  // it was rounded
+  for (const bool native : {true, false}) {
+    const NewtonSchulzOptions options{.dtype = at::kBFloat16, .native_bf16 = native};
+    EXPECT_EQ(newton_schulz(at::zeros({33, 40}), set, options).abs().max().item<float>(), 0.0F);
+    at::Tensor x = at::ones({33, 40});
+    x[1][2] = std::numeric_limits<float>::quiet_NaN();
+    EXPECT_TRUE(at::isnan(newton_schulz(x, set, options)).any().item<bool>());
+  }
 }
 
 TEST(NewtonSchulz, takes_coefficients_of_ones_own) {
