@@ -14,6 +14,7 @@ from models import Adapted, Mixer, TinyLM, stack
 from saved_runs import MAKE, build, spoil, train
 from support.optim import assert_same_bits, everything
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -33,15 +34,20 @@ pytestmark = pytest.mark.skipif(not OURS, reason="ours alone: the files")
 # ---- any number of ranks --------------------------------------------------------------------------------------------
 
 
-def dcp_state(model, optimizer):
-    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+def options_of(way):
+    return StateDictOptions(flatten_optimizer_state_dict=way == "dcp, flat")
+
+
+def dcp_state(model, optimizer, way):
+    states = get_optimizer_state_dict(model, optimizer, options=options_of(way))
+    return {"model": get_model_state_dict(model), "optim": states}
 
 
 def save(folder, way, kind):
     model, optimizer = build(kind)
     train(model, optimizer, 0, 2)
-    if way == "dcp":
-        dcp.save(dcp_state(model, optimizer), checkpoint_id=folder / str(world()))
+    if way != "files":
+        dcp.save(dcp_state(model, optimizer, way), checkpoint_id=folder / str(world()))
     else:
         checkpoint.save(folder / str(world()), model, optimizer, step=2)
     return everything(optimizer), train(model, optimizer, 2, 1)
@@ -50,11 +56,11 @@ def save(folder, way, kind):
 def load(folder, way, kind, writers):
     model, optimizer = build(kind, seed=1, units=False)
     spoil(optimizer)
-    if way == "dcp":
-        state = dcp_state(model, optimizer)
+    if way != "files":
+        state = dcp_state(model, optimizer, way)
         dcp.load(state, checkpoint_id=folder / str(writers))
         set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"])
+        set_optimizer_state_dict(model, optimizer, state["optim"], options=options_of(way))
     else:
         loaded = checkpoint.load(folder / str(writers), model, optimizer)
         assert (loaded.step, loaded.world_size) == (2, writers)
@@ -63,7 +69,12 @@ def load(folder, way, kind, writers):
 
 # (torch's own loading of torch's own optimizers asks for states of parameters that were never stepped.)
 @pytest.mark.parametrize(
-    "way, kind", [*(("files", kind) for kind in MAKE), *(("dcp", kind) for kind in ("adamw", "power", "muon"))]
+    "way, kind",
+    [
+        *(("files", kind) for kind in MAKE),
+        *(("dcp", kind) for kind in ("adamw", "power", "muon")),
+        ("dcp, flat", "muon"),
+    ],
 )
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path, way, kind):
     for writers in (1, 2, 3, 4):
