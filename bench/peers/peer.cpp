@@ -129,15 +129,16 @@ class Trainer {
 
 class Sharded : public Trainer {
  public:
-  Sharded(Model model, const comm::RankEnv& env, bool bf16, double lr, const std::string& in_place)
+  Sharded(Model model, const comm::RankEnv& env, bool bf16, double lr, bool lean)
       : world_(comm::World::connect(env)), model_(std::move(model)) {
     fsdp::FullyShardOptions options;
     options.groups = world_.groups(layout::Mesh::shard(world_.size()));
     if (bf16) options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
-    if (in_place == "always") options.gradients_in_place = fsdp::GradientsInPlace::kAlways;
+    if (lean) options.gradients_in_place = fsdp::GradientsInPlace::kAlways;
     std::vector<std::shared_ptr<fsdp::Unit>> layers;
     for (Module* layer : model_.layers) layers.push_back(fsdp::fully_shard(*layer, options));
     root_ = fsdp::fully_shard(*model_.root, options);
+    if (lean) root_->set_runtime_options({.backward_prefetch = 0, .overlap_reductions = false});
     adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr, .weight_decay = 0.0});
   }
   at::Tensor forward_backward(const at::Tensor& data) override {
@@ -193,7 +194,7 @@ class Unsharded : public Trainer {
 
 std::unique_ptr<Trainer> make_trainer(
     const py::dict& sizes, const Values& values, int rank, int world, int port, bool bf16, double lr, bool sharded,
-    const std::string& in_place) {
+    bool lean) {
   Model model = make_peer(sizes);
   fill(*model.root, values);
   const py::gil_scoped_release no_gil;
@@ -202,7 +203,7 @@ std::unique_ptr<Trainer> make_trainer(
   env.rank = env.local_rank = rank;
   env.world_size = env.local_world_size = world;
   env.master_port = static_cast<std::uint16_t>(port);
-  return std::make_unique<Sharded>(std::move(model), env, bf16, lr, in_place);
+  return std::make_unique<Sharded>(std::move(model), env, bf16, lr, lean);
 }
 
 }  // namespace
@@ -216,10 +217,9 @@ PYBIND11_MODULE(ragged_peer, m) {
   py::class_<Trainer>(m, "Trainer")
       .def(
           py::init(&ragged::bench::make_trainer), py::arg("sizes"), py::arg("values"), py::arg("rank"),
-          py::arg("world"), py::arg("port"), py::arg("bf16"), py::arg("lr"), py::arg("sharded"),
-          py::arg("in_place") = "default",
+          py::arg("world"), py::arg("port"), py::arg("bf16"), py::arg("lr"), py::arg("sharded"), py::arg("lean"),
           "sizes: ModelConfig as a dict; values: initial values by name; port: of this machine, for the ranks' store; "
-          "in_place: whether gradients are computed where they are reduced: the library's default, or always.")
+          "lean: all gradients computed where they are reduced, no gather ahead, no reduction beside the next unit.")
       .def("forward_backward", &Trainer::forward_backward, ReleaseGil(), "data -> this rank's mean loss, detached")
       .def("update", &Trainer::update, ReleaseGil(), "Steps AdamW without weight decay and drops gradients.");
 }

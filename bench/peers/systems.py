@@ -216,13 +216,15 @@ def ragged_python(model: nn.Module, job: Job, *, own_optimizer: bool = False, **
     return plain_loop(model, adamw(params))
 
 
-def native(model: nn.Module, job: Job, *, sharded: bool = True, in_place: str = "default") -> Running:
-    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++."""
+def native(model: nn.Module, job: Job, *, sharded: bool = True, lean: bool = False) -> Running:
+    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++. `lean`: as
+    Python does on a CPU, without a buffer for what is gathered or reduced ahead, and all gradients in place.
+    """
     import ragged_peer
 
     trainer = ragged_peer.Trainer(
         sizes=dataclasses.asdict(model.config), values=dict(model.named_parameters()), rank=job.rank, world=job.world,
-        port=job.port, bf16=job.bf16, lr=LEARNING_RATE, sharded=sharded, in_place=in_place)  # fmt: skip
+        port=job.port, bf16=job.bf16, lr=LEARNING_RATE, sharded=sharded, lean=lean)  # fmt: skip
     run = Running(trainer, trainer.forward_backward, trainer.update)
     return run if sharded else cast_floats(run, job)
 
@@ -242,7 +244,7 @@ MAKERS: dict[str, Callable[[nn.Module, Job], Running]] = {
     "ragged": functools.partial(ragged_python, own_optimizer=True),
     "ragged_in_place": functools.partial(ragged_python, own_optimizer=True, gradients_in_place=True),
     "ragged_cpp": native,
-    "ragged_cpp_in_place": functools.partial(native, in_place="always"),
+    "ragged_cpp_lean": functools.partial(native, lean=True),
 }
 
 
