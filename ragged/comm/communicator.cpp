@@ -1,5 +1,7 @@
 #include "ragged/comm/communicator.h"
 
+#include <algorithm>
+
 #include <ATen/ATen.h>
 
 #include "ragged/base/error.h"
@@ -148,6 +150,7 @@ Work Communicator::all_gather(
   BelowAutograd guard;
   Work work(state_, "all_gather", unit);
   const at::Tensor movable = as_movable(image);
+  RAGGED_ASSERT(!own.defined() || takes_own_part(segments), "a gather of '{}' from elsewhere by broadcasts", unit);
   const at::Tensor elsewhere = own.defined() ? as_movable(own) : own;
   Index local = 0;
   for (const Segment& segment : segments) {
@@ -178,6 +181,13 @@ Work Communicator::all_gather(
   state_->traffic.gathered_bytes += bytes_of(segments, image);
   ++state_->traffic.all_gathers;
   return work;
+}
+
+bool Communicator::takes_own_part(std::span<const Segment> segments) const {
+  return size() > 1 &&
+      (state_->kind == BackendKind::kGloo || std::all_of(segments.begin(), segments.end(), [](const Segment& segment) {
+           return segment.kind == SegmentKind::kUniform || segment.numel == 0;
+         }));
 }
 
 compat::WorkPtr Communicator::broadcast_from(std::vector<at::Tensor>& tensors, int root) const {

@@ -6,9 +6,10 @@
 // Python see them. On NCCL a uniform segment is one all-gather or reduce-scatter on the image itself. Gloo's own
 // all-gather and reduce-scatter copy inside; broadcasts of slices in place and an all-to-all followed by a local sum
 // are faster there from some tens of kilobytes on (docs/benchmarks.md), and the sum runs in rank order in fp32, so
-// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere a slice travels as a scatter of it
-// to all, which puts it into the owner's image too. Ragged segments travel as broadcasts from their owners, and reduce by
-// an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that count.
+// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere a slice travels as a scatter of
+// it to all, which puts it into the owner's image too. Ragged segments travel as broadcasts from their owners, and
+// reduce by an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that
+// count.
 #pragma once
 
 #include <chrono>
@@ -65,9 +66,14 @@ class Communicator {
   /// `image` holds this rank's owned intervals; afterwards it holds all of them. Never touches padding between them.
   /// Where `own` is given (1-D, this rank's intervals in the segments' order, image's dtype) they are taken from there,
   /// whatever image holds; it must stay as it is until the work is waited for. A group of one moves nothing.
+  /// `own` is for segments that takes_own_part() says yes to.
   Work all_gather(
       std::span<const plan::Segment> segments, const at::Tensor& image, std::string_view unit,
       const at::Tensor& own = {}) const;
+
+  /// Whether all_gather can read this rank's part of these segments from elsewhere without a copy of ours. Not where
+  /// ragged ones travel as broadcasts: everywhere but on Gloo.
+  bool takes_own_part(std::span<const plan::Segment> segments) const;
 
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).

@@ -122,11 +122,11 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
     }
     const int unit = unit_of(step.call);
     if (step.call == 0) list.tail = static_cast<int>(list.issues.size());  // call 0 is the root's
-    if (reduces[c]) list.issues.push_back({IssueKind::kReduce, unit, step.call});
-    if (reshards[c]) {
+    if (reshards[c]) {  // before the reduction, which takes memory of its own
       list.issues.push_back({IssueKind::kReshard, unit, step.call});
       occupied[static_cast<std::size_t>(unit)] = false;
     }
+    if (reduces[c]) list.issues.push_back({IssueKind::kReduce, unit, step.call});
     list.post_backward[c] = static_cast<int>(list.issues.size());
   }
   return list;

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "ragged/buffer/pool.h"
 #include "ragged/comm/world.h"
 #include "ragged/plan/block.h"
 #include "ragged/plan/planner.h"
@@ -71,6 +72,10 @@ struct RuntimeOptions {
   /// A unit's reduction runs while the next unit computes, which takes a second reduce buffer. false: backward waits
   /// for each, as it may where transfers and computation share the cores.
   bool overlap_reductions = true;
+  /// kReturn: images, reduce buffers, staging and gradients go back to the allocator as soon as nobody needs them, so
+  /// that a process holds what the plan says is alive at that moment, and no more. Costs the allocator's time in each
+  /// step. CPU alone.
+  buffer::FreeSlots free_slots = buffer::FreeSlots::kKeep;
   /// Every rank uses the same parameters in each step: skips the exchange of used-flags.
   bool static_use = false;
 };

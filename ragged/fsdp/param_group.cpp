@@ -163,9 +163,9 @@ void ParamGroup::unshard() {
   state_ = ShardState::kUnsharding;
 }
 
-// Nothing to cast: the collective reads the masters.
 bool ParamGroup::gathers_from_masters() const {
-  return spec_.param_dtype == spec_.master_dtype && spec_.groups.shard.size() > 1 && home() == spec_.groups.device;
+  return spec_.param_dtype == spec_.master_dtype && home() == spec_.groups.device &&
+      spec_.groups.shard.takes_own_part(plan().segments);
 }
 
 void ParamGroup::wait_for_unshard() {

@@ -114,7 +114,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   static ParamGroup* of(const at::Tensor& tensor);
   void set_slots(GroupSlots slots) { slots_ = std::move(slots); }
   Index image_bytes() const { return image_->nbytes(); }
-  /// The image has the masters' dtype, and gathers take them as they are: they must not change while one is in flight.
+  /// The image has the masters' dtype, so gathers read them (where the backend can): they must not change while one is
+  /// in flight.
   bool gathers_from_masters() const;
   Index reduce_bytes() const { return reduce_->nbytes(); }
   /// Most staging that a reduction of this group can need.

@@ -44,10 +44,16 @@ Runtime::Runtime(
       gather_stream_ = c10::impl::VirtualGuardImpl(groups_.device.type()).getStreamFromGlobalPool(groups_.device);
     }
   }
+  pool_->set_free_slots(options.free_slots);
   make_slots();
 }
 
 Runtime::~Runtime() = default;
+
+void Runtime::set_options(const RuntimeOptions& value) {
+  pool_->set_free_slots(value.free_slots);
+  options = value;
+}
 
 // See [Note: slots]: units without descendants share classes, the others have their own.
 void Runtime::make_slots() {

@@ -57,6 +57,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   RuntimeUnit& unit(int index) { return units_[static_cast<std::size_t>(index)]; }
   const comm::MeshGroups& groups() const { return groups_; }
   RuntimeOptions options;
+  /// Throws InvalidArgument for options that the device can't have.
+  void set_options(const RuntimeOptions& value);
   /// false: the sweep leaves reductions in flight and publishes nothing; a later backward's does.
   bool is_last_backward = true;
 

@@ -202,8 +202,8 @@ void Unit::set_runtime_options(const RuntimeOptions& options) {
       options.forward_prefetch >= 0 && options.backward_prefetch >= 0,
       "[runtime] Expected prefetch depths of at least 0, but got {} (forward) and {} (backward).",
       options.forward_prefetch, options.backward_prefetch);
+  if (impl_->runtime) impl_->runtime->set_options(options);
   impl_->runtime_options = options;
-  if (impl_->runtime) impl_->runtime->options = options;
 }
 
 void Unit::unshard() {

@@ -178,7 +178,8 @@ def _compiled():
     x = randn(3, 6)
     found = []
     for compiles in (False, True):
-        model = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))))
+        inner = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+        model = nn.Sequential(seeded(lambda: nn.Linear(6, 5)), inner)
         if compiles:
             model[1].compile(backend="aot_eager", fullgraph=True)
         shard(model, mesh=mesh(), gradients_in_place=True)
@@ -225,7 +226,8 @@ def _values(value):
 
 
 def test_other_values_are_refused():
-    assert "Expected gradients_in_place to be True, False or 'same_bits', but got 'no'" in processes(1, _values, "no")[0]
+    text = processes(1, _values, "no")[0]
+    assert "Expected gradients_in_place to be True, False or 'same_bits', but got 'no'" in text
 
 
 def _vmap():
