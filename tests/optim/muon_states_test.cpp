@@ -149,9 +149,11 @@ INSTANTIATE_TEST_SUITE_P(
         Option{"normuon_power", true, "power"}),
     [](const auto& instance) { return instance.param.name; });
 
-// Wire in bf16: rows' states still travel as fp32, two elements each.
+// Wire in bf16: rows' states still travel as fp32, two elements each. Newton-Schulz in bf16 too, by whatever
+// instructions there are.
 TEST(NorMuon, states_cross_a_wire_in_bf16_unharmed) {
   MuonOptions given = options(true, "fp32");
+  given.math.newton_schulz.dtype = at::kBFloat16;
   given.math.wire_dtype = at::kBFloat16;
   const Values alone = run({1, 1}, given, false);
   for (const MeshShape& mesh : {MeshShape{1, 3}, MeshShape{1, 7}, MeshShape{2, 2}}) {
