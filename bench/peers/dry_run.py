@@ -67,6 +67,42 @@ def communication(step: Callable[[], Any], elements: int) -> dict[str, Any]:
             "padding": reduced / 4 / elements - 1, "copied": seen.copied}  # fmt: skip
 
 
+Found = dict[str, dict[str, Any]]  # by system
+
+
+def build_in_turns(config: models.ModelConfig, job: systems.Job) -> tuple[dict[str, systems.Running], Found]:
+    runs: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for _ in range(BUILDS):
+        for name in SYSTEMS:
+            runs.pop(name, None)
+            gc.collect()  # modules and hooks are cycles
+            runs[name], took = shard(name, config, job)
+            seconds[name].append(took)
+    return runs, {name: {"shard_s": statistics.median(took), "shard_range_s": [min(took), max(took)]}
+                  for name, took in seconds.items()}  # fmt: skip
+
+
+def best_steps(runs: dict[str, systems.Running], data: Any, steps: int) -> dict[str, list[float]]:
+    """Least host seconds of forward and backward, and of the optimizer; steps alternate."""
+    best = {name: [float("inf"), float("inf")] for name in runs}
+    for _ in range(steps):
+        for name, run in runs.items():
+            best[name][0] = min(best[name][0], host_seconds(functools.partial(run.forward_backward, data)))
+            best[name][1] = min(best[name][1], host_seconds(run.update))
+    return best
+
+
+def live_bytes(name: str, config: models.ModelConfig, job: systems.Job, data: Any) -> dict[str, int]:
+    gc.collect()
+    with measuring.LiveBytes() as live:
+        run, _ = shard(name, config, job)
+        for _ in range(2):
+            run.forward_backward(data)
+            run.update()
+    return {"peak_bytes": live.peak, "bytes_at_rest": live.at_rest}
+
+
 def measure(kind: str, world: int, steps: int) -> dict[str, Any]:
     import torch
 
@@ -78,50 +114,28 @@ def measure(kind: str, world: int, steps: int) -> dict[str, Any]:
     job = systems.Job(rank=0, world=world, bf16=False, port=0)
     data = models.batch(config, 0, 0, 1)
     model = models.build(config)
-    elements = sum(param.numel() for param in model.parameters())
-    line: dict[str, Any] = {
-        "model": kind, "world": world, "units": len(model.layers) + 1,
-        "elements": elements,
-    }  # fmt: skip
-    runs = {"plain": systems.plain_loop(model, systems.adamw(model.parameters()))}
-    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-    for _ in range(BUILDS):
-        for name in SYSTEMS:
-            runs[name] = None
-            gc.collect()  # modules and hooks are cycles
-            runs[name], took = shard(name, config, job)
-            seconds[name].append(took)
-    found: dict[str, dict[str, Any]] = {
-        name: {"shard_s": statistics.median(took), "shard_range_s": [min(took), max(took)]}
-        for name, took in seconds.items()}  # fmt: skip
-    own = communication(lambda: runs["plain"].forward_backward(data), elements)["copied"]
-    for name in SYSTEMS:
-        found[name]["first_step_s"] = host_seconds(lambda run=runs[name]: run.forward_backward(data))
-        runs[name].update()
-        found[name] |= communication(lambda run=runs[name]: run.forward_backward(data), elements)
+    elements, units = sum(param.numel() for param in model.parameters()), len(model.layers) + 1
+    plain = systems.plain_loop(model, systems.adamw(model.parameters()))
+    own = communication(lambda: plain.forward_backward(data), elements)["copied"]
+
+    runs, found = build_in_turns(config, job)
+    for name, run in runs.items():
+        step = functools.partial(run.forward_backward, data)
+        found[name]["first_step_s"] = host_seconds(step)
+        run.update()
+        found[name] |= communication(step, elements)
         found[name]["copied"] -= own
-        runs[name].update()
-    best = {name: [float("inf"), float("inf")] for name in runs}
-    for _ in range(steps):
-        for name, run in runs.items():
-            best[name][0] = min(best[name][0], host_seconds(lambda run=run: run.forward_backward(data)))
-            best[name][1] = min(best[name][1], host_seconds(run.update))
+        run.update()
+    best = best_steps({"plain": plain, **runs}, data, steps)
     for name in SYSTEMS:
         above = best[name][0] - best["plain"][0]
-        found[name] |= {"step_ms": 1e3 * best[name][0], "us_a_unit": 1e6 * above / line["units"],
+        found[name] |= {"step_ms": 1e3 * best[name][0], "us_a_unit": 1e6 * above / units,
                         "update_ms": 1e3 * best[name][1]}  # fmt: skip
-    del runs, run, model
-    gc.collect()
+    del runs, run, step
     for name in SYSTEMS:
-        with measuring.LiveBytes() as live:
-            run, _ = shard(name, config, job)
-            for _ in range(2):
-                run.forward_backward(data)
-                run.update()
-        found[name] |= {"peak_bytes": live.peak, "bytes_at_rest": live.at_rest}
-        del run
-        gc.collect()
-    return line | {"plain_step_ms": 1e3 * best["plain"][0], "systems": found}
+        found[name] |= live_bytes(name, config, job, data)
+    return {"model": kind, "world": world, "units": units, "elements": elements,
+            "plain_step_ms": 1e3 * best["plain"][0], "systems": found}  # fmt: skip
 
 
 def work(kind: str, world: int, steps: int, pipe: Connection) -> None:
