@@ -19,7 +19,11 @@ using plan::detail::JsonNode;
 
 constexpr std::string_view kOperation = "import";
 constexpr int kMaxDepth = 32;
-constexpr double kNoLimit = 1e30;  // of GPT-OSS's clamp; every dtype takes it, as infinity at worst
+// Strangers' sizes decide how much memory the table of names takes, so these are far above any model's.
+constexpr Index kMostWide = Index{1} << 24;
+constexpr Index kMostLayers = Index{1} << 14;
+constexpr Index kMostExperts = Index{1} << 20;  // of all layers
+constexpr double kNoLimit = 1e30;               // of GPT-OSS's clamp; every dtype takes it, as infinity at worst
 
 // What transformers takes where config.json says nothing.
 struct Family {
@@ -44,9 +48,9 @@ class Keys {
 
   bool has(const char* key) const { return json_.contains(key) && !json_[key].is_null(); }
 
-  Index integer(const char* key, Index low = 1) const {
+  Index integer(const char* key, Index high = kMostWide) const {
     RAGGED_CHECK(has(key), "[{}] Expected a key '{}', but got none ('{}').", kOperation, key, source_);
-    return JsonNode(json_[key], place(key), kOperation).integer(low, Index{1} << 40);
+    return JsonNode(json_[key], place(key), kOperation).integer(1, high);
   }
   double number(const char* key, double fallback) const { return has(key) ? number_of(json_[key], key) : fallback; }
   bool boolean(const char* key, bool fallback) const {
@@ -136,6 +140,11 @@ void read_rope(const Keys& keys, double fallback, ModelConfig& model) {
         kOperation, type, key, keys.source());
     if (type == "default") model.rope_factor = 1.0;
   }
+  if (model.rope_factor != 1.0) return;
+  const ModelConfig defaults;
+  model.rope_low_frequency = defaults.rope_low_frequency;
+  model.rope_high_frequency = defaults.rope_high_frequency;
+  model.rope_original_sequence = defaults.rope_original_sequence;
 }
 
 Json rope_parameters(const ModelConfig& config) {
@@ -267,14 +276,14 @@ ModelConfig model_config_from_hf(std::string_view text, std::string_view source)
   model.kind = family.kind;
   model.expert_biases = family.expert_biases;
   model.dim = keys.integer("hidden_size");
-  model.layers = keys.integer("num_hidden_layers");
+  model.layers = keys.integer("num_hidden_layers", kMostLayers);
   model.heads = keys.integer("num_attention_heads");
   model.kv_heads = keys.has("num_key_value_heads") ? keys.integer("num_key_value_heads") : model.heads;
   if (keys.has("head_dim")) model.head_dim = keys.integer("head_dim");
   if (model.head_dim * model.heads == model.dim) model.head_dim = 0;
   model.feed_forward = keys.integer("intermediate_size");
   if (model.kind == "moe") {
-    model.experts = keys.integer("num_local_experts");
+    model.experts = keys.integer("num_local_experts", kMostExperts / model.layers);
     model.experts_per_token = keys.integer("num_experts_per_tok");
   }
   model.vocabulary = keys.integer("vocab_size");
@@ -284,6 +293,7 @@ ModelConfig model_config_from_hf(std::string_view text, std::string_view source)
   model.init_std = keys.number("initializer_range", model.init_std);
   try {
     validate(config);
+    static_cast<void>(checked_product(std::vector<Index>{model.experts, 2, model.feed_forward, model.dim}));
   } catch (const InvalidArgument& error) {
     RAGGED_CHECK(false, "{} That is what '{}' says.", error.what(), source);
   }

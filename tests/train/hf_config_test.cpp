@@ -81,6 +81,12 @@ TEST(HfConfig, what_is_absent_has_transformers_defaults) {
       {"rope_type", "llama3"}};
   EXPECT_EQ(read(newer).rope_factor, 8.0);
   EXPECT_EQ(read(newer).rope_theta, 5e5);
+  newer["rope_scaling"]["rope_type"] = "default";
+  EXPECT_EQ(read(newer), read([&] {
+              Json plain = json;
+              plain["rope_theta"] = 500000.0;
+              return plain;
+            }()));
   Json mistral = json;
   mistral["architectures"] = {"MistralForCausalLM"};
   mistral["rope_theta"] = 1000000;  // an integer is a number too
@@ -117,6 +123,9 @@ TEST(HfConfig, what_our_models_cant_be_is_refused_by_name) {
       {kLlama, "hidden_size", "big", "hidden_size"},
       {kLlama, "num_key_value_heads", 4, "model.kv_heads"},
       {kLlama, "num_hidden_layers", -1, "num_hidden_layers"},
+      {kLlama, "num_hidden_layers", 1000000000, "num_hidden_layers"},
+      {kMixtral, "num_local_experts", 1000000000, "num_local_experts"},
+      {kLlama, "vocab_size", 1e18, "vocab_size"},
       {kLlama, "head_dim", 7, "model.head_dim"},
       {kLlama, "vocab_size", 100, "model.vocabulary"},
       {kLlama, "rms_norm_eps", "small", "rms_norm_eps"},
