@@ -26,7 +26,7 @@ TORCH = re.match(r"\d+\.\d+\.\d+", torch.__version__)[0]
 VERSION = re.search(r"project\(ragged_fsdp VERSION ([\d.]+)", (REPO / "CMakeLists.txt").read_text())[1]
 
 TRAIN = """
-import pathlib, sys
+import gc, pathlib, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,7 +53,10 @@ for _ in range(3):
 assert losses[2] < losses[1] < losses[0], losses
 if dist.get_rank() == 0:
     print("trained", dist.get_world_size(), ragged_fsdp.__version__)
+dist.barrier()
 dist.destroy_process_group()
+del model, layer, optimizer, loss  # the group's threads end with its last holder, before Python is torn down
+gc.collect()
 """
 
 
