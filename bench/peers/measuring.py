@@ -9,7 +9,7 @@ results or of lists of tensors, so it is used for live bytes alone.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import gc
 import os
 from typing import Any
 
@@ -92,6 +92,12 @@ def report_memory(on: bool) -> None:
     """Whether torch's CPU allocator keeps count of what it has handed out, on all threads."""
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = on
+
+
+def release_free_memory() -> None:
+    """What building and instruments have left in malloc's hands goes back: all systems of a cell share the memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class LiveBytes:
