@@ -104,6 +104,8 @@ def cell_block(results: Results, cell: Cell) -> str:
     lines = [f"{MODELS[cell.model]}; {dtype}, {cell.world} rank{'s' if cell.world > 1 else ''}. "
              f"P = {size / MIB:.1f} MiB.\n",
              table(header(cell), [system_row(row, cell, size) for row in rows.values()])]  # fmt: skip
+    if missing := [SYSTEMS[name].label for name in cell.systems if name not in rows]:
+        lines.append(f"Not run here: {', '.join(missing)}.\n")
     weak = [text for name in ("ragged", "ragged_cpp") if (text := behind(rows, cell, name))]
     lines.append("Another sharding system is ahead in: " + " ".join(weak) + "\n" if weak else "")
     return "\n".join(lines)

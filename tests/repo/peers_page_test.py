@@ -82,6 +82,7 @@ class PageTest(unittest.TestCase):
 
     def test_weaknesses_are_said(self):
         block = page.cell_block(results.Results(some()), CELL)
+        self.assertIn("Not run here: one process, C++, DDP, FSDP1, DeepSpeed", block)
         said = next(text for text in block.splitlines() if text.startswith("Another sharding system"))
         self.assertEqual(said.split(": ", 1)[1], "RaggedFSDP: collectives (FSDP2); their bytes (FSDP2).")
 
