@@ -15,8 +15,14 @@ namespace {
 using plan::Segment;
 using plan::SegmentKind;
 
-// From here on broadcasts of slices beat Gloo's own all-gather, which is fewer calls (bench/comm_bench.cpp).
+// From how many bytes a slice on broadcasts of slices beat Gloo's own all-gather, which is fewer calls
+// (bench/comm_bench.cpp). Two ranks can't tell them apart below; four and eight can at any size; more weren't measured.
 constexpr Index kBroadcastSliceBytes = 16 << 10;
+constexpr int kMostBroadcasters = 8;
+
+Index broadcast_slice_bytes(int ranks) {
+  return ranks > 2 && ranks <= kMostBroadcasters ? 0 : kBroadcastSliceBytes;
+}
 
 BackendKind backend_kind(c10d::ProcessGroup& group, c10::Device device) {
   try {
@@ -160,7 +166,7 @@ Work Communicator::all_gather(
     local += mine.size();
     const Index slice_bytes = segment.numel / size() * movable.element_size();
     const bool one_call = segment.kind == SegmentKind::kUniform &&
-        (is_stock() || state_->kind != BackendKind::kGloo || slice_bytes < kBroadcastSliceBytes);
+        (is_stock() || state_->kind != BackendKind::kGloo || slice_bytes < broadcast_slice_bytes(size()));
     if (one_call) {
       work.add([&] {
         return compat::all_gather(
@@ -184,10 +190,10 @@ Work Communicator::all_gather(
 }
 
 bool Communicator::takes_own_part(std::span<const Segment> segments) const {
-  return size() > 1 &&
-      (state_->kind == BackendKind::kGloo || std::all_of(segments.begin(), segments.end(), [](const Segment& segment) {
+  if (state_->kind == BackendKind::kGloo && !is_stock()) return size() == 2;
+  return size() > 1 && std::all_of(segments.begin(), segments.end(), [](const Segment& segment) {
            return segment.kind == SegmentKind::kUniform || segment.numel == 0;
-         }));
+         });
 }
 
 compat::WorkPtr Communicator::broadcast_from(std::vector<at::Tensor>& tensors, int root) const {

@@ -6,10 +6,9 @@
 // Python see them. On NCCL a uniform segment is one all-gather or reduce-scatter on the image itself. Gloo's own
 // all-gather and reduce-scatter copy inside; broadcasts of slices in place and an all-to-all followed by a local sum
 // are faster there from some tens of kilobytes on (docs/benchmarks.md), and the sum runs in rank order in fp32, so
-// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere a slice travels as a scatter of
-// it to all, which puts it into the owner's image too. Ragged segments travel as broadcasts from their owners, and
-// reduce by an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that
-// count.
+// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere, two ranks scatter their slices
+// to both, so that the owner's image has them too. Ragged segments travel as broadcasts from their owners, and reduce
+// by an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that count.
 #pragma once
 
 #include <chrono>
@@ -72,7 +71,8 @@ class Communicator {
       const at::Tensor& own = {}) const;
 
   /// Whether all_gather can read this rank's part of these segments from elsewhere without a copy of ours. Not where
-  /// ragged ones travel as broadcasts: everywhere but on Gloo.
+  /// slices travel as broadcasts: on Gloo from three ranks on, where scatters are slower; ragged ones on other
+  /// backends.
   bool takes_own_part(std::span<const plan::Segment> segments) const;
 
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;

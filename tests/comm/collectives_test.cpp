@@ -24,7 +24,7 @@ using plan::SegmentKind;
 
 constexpr Index kMargin = 37;
 constexpr int kWorlds[] = {1, 2, 3, 4, 7};
-constexpr Index kThreshold = 16 << 10;  // bytes of a slice from which on Gloo gathers by broadcasts
+constexpr Index kThreshold = 16 << 10;  // bytes of a slice from which on two ranks of Gloo gather by broadcasts
 
 at::Tensor normal(Index numel, std::uint64_t seed, at::ScalarType dtype) {
   return at::randn({numel}, at::detail::createCPUGenerator(seed), at::TensorOptions().dtype(at::kDouble)).to(dtype);
@@ -130,7 +130,9 @@ TEST(AllGather, fills_the_image_and_nothing_else) {
             for (std::size_t i = 0; i < all.size(); ++i) {
               SCOPED_TRACE(fmt::format("world {} plan {} stock {}", world_size, i, communicator.is_stock()));
               gathers(communicator, all[i], at::kFloat, "unit", OwnPart::kInImage);
-              if (world_size > 1) gathers(communicator, all[i], at::kFloat, "unit", OwnPart::kElsewhere);
+              if (communicator.takes_own_part(all[i].segments)) {
+                gathers(communicator, all[i], at::kFloat, "unit", OwnPart::kElsewhere);
+              }
             }
           }
         },
@@ -151,7 +153,9 @@ TEST(AllGather, moves_every_dtype) {
               for (const BucketPlan& plan : all) {
                 SCOPED_TRACE(fmt::format("world {} {}", world_size, c10::toString(dtype)));
                 gathers(communicator, plan, dtype, "unit", OwnPart::kInImage);
-                gathers(communicator, plan, dtype, "unit", OwnPart::kElsewhere);
+                if (communicator.takes_own_part(plan.segments)) {
+                  gathers(communicator, plan, dtype, "unit", OwnPart::kElsewhere);
+                }
               }
             }
           }
@@ -179,26 +183,53 @@ TEST(AllGather, takes_ragged_owners_in_any_order) {
       quick());
 }
 
+// One broadcast for the only owner of the ragged segment, always; three ranks broadcast however small slices are.
 TEST(AllGather, is_one_call_below_the_threshold_and_one_broadcast_an_owner_above) {
-  const auto plan_of = [](Index shard) {
-    HandPlan spec{.world_size = 3, .first_shard = shard, .second_shard = 0, .ragged = {0, 4, 0}};
-    return make_hand_plan(spec);
-  };
-  run_ranks(
-      3,
-      [&](comm::World& world) {
-        const auto calls = [&](const Communicator& communicator, const BucketPlan& plan) {
-          const at::Tensor image = at::zeros({plan.image_numel()});
-          const Recorded recorded;
-          communicator.all_gather(plan.segments, image, "unit").wait();
-          return std::pair(recorded.count_c10d(), recorded.count("c10d::broadcast_"));
-        };
-        // One broadcast for the only owner of the ragged segment, always.
-        EXPECT_EQ(calls(world.all(), plan_of(kThreshold / 4 - 1)), std::pair(2, 1));
-        EXPECT_EQ(calls(world.all(), plan_of(kThreshold / 4)), std::pair(4, 4));
-        EXPECT_EQ(calls(with(world.all(), Collectives::kStock), plan_of(kThreshold / 4)), std::pair(2, 1));
-      },
-      quick());
+  for (const int world_size : {2, 3}) {
+    const auto plan_of = [&](Index shard) {
+      HandPlan spec{.world_size = world_size, .first_shard = shard, .second_shard = 0, .ragged = {0, 4}};
+      spec.ragged.resize(static_cast<std::size_t>(world_size));
+      return make_hand_plan(spec);
+    };
+    run_ranks(
+        world_size,
+        [&](comm::World& world) {
+          const auto calls = [&](const Communicator& communicator, const BucketPlan& plan) {
+            const at::Tensor image = at::zeros({plan.image_numel()});
+            const Recorded recorded;
+            communicator.all_gather(plan.segments, image, "unit").wait();
+            return std::pair(recorded.count_c10d(), recorded.count("c10d::broadcast_"));
+          };
+          const std::pair<int, int> one_call{2, 1};
+          const std::pair<int, int> broadcasts{world_size + 1, world_size + 1};
+          EXPECT_EQ(calls(world.all(), plan_of(kThreshold / 4 - 1)), world_size == 2 ? one_call : broadcasts);
+          EXPECT_EQ(calls(world.all(), plan_of(kThreshold / 4)), broadcasts);
+          EXPECT_EQ(calls(with(world.all(), Collectives::kStock), plan_of(kThreshold / 4)), one_call);
+        },
+        quick());
+  }
+}
+
+TEST(AllGather, reads_its_own_part_elsewhere_where_no_broadcast_would_need_a_copy) {
+  const BucketPlan even = make_hand_plan({.world_size = 2, .first_shard = 3, .second_shard = 2, .ragged = {0, 0}});
+  const BucketPlan ragged = make_hand_plan({.world_size = 2, .first_shard = 3, .second_shard = 2, .ragged = {0, 4}});
+  const BucketPlan of_three =
+      make_hand_plan({.world_size = 3, .first_shard = 3, .second_shard = 2, .ragged = {0, 0, 0}});
+  EXPECT_FALSE(Communicator().takes_own_part(even.segments));
+  for (const int world_size : {2, 3}) {
+    run_ranks(
+        world_size,
+        [&](comm::World& world) {
+          const Communicator stock = with(world.all(), Collectives::kStock);
+          const BucketPlan& uniform = world_size == 2 ? even : of_three;
+          EXPECT_TRUE(stock.takes_own_part(uniform.segments));
+          EXPECT_EQ(world.all().takes_own_part(uniform.segments), world_size == 2);
+          if (world_size == 3) return;
+          EXPECT_FALSE(stock.takes_own_part(ragged.segments));
+          EXPECT_TRUE(world.all().takes_own_part(ragged.segments));
+        },
+        quick());
+  }
 }
 
 TEST(AllGather, moves_nothing_in_a_world_of_one) {
