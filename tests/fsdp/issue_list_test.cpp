@@ -44,21 +44,21 @@ std::vector<UnitTraits> units(int n) {
 }
 
 TEST(IssueList, gathers_run_one_unit_ahead_of_reductions) {
-  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 1)), "AG3 AG2 RS3 free3 AG1 RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 1)), "AG3 AG2 free3 RS3 AG1 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, depth_zero_gathers_on_demand) {
-  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 0)), "AG3 RS3 free3 AG2 RS2 free2 AG1 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), units(3), 0)), "AG3 free3 RS3 AG2 free2 RS2 AG1 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, depth_two_keeps_three_images) {
   EXPECT_EQ(
       text(build_issue_list(in_a_row(4), units(4), 2)),
-      "AG4 AG3 AG2 RS4 free4 AG1 RS3 free3 RS2 free2 RS1 free1 RS0 free0");
+      "AG4 AG3 AG2 free4 RS4 AG1 free3 RS3 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, cursor_targets_cover_prefetch_and_reduction) {
-  const IssueList list = build_issue_list(in_a_row(2), units(2), 1);  // AG2 AG1 RS2 free2 RS1 free1 RS0 free0
+  const IssueList list = build_issue_list(in_a_row(2), units(2), 1);  // AG2 AG1 free2 RS2 free1 RS1 free0 RS0
   EXPECT_EQ(list.pre_backward, (std::vector<int>{1, 4, 2}));          // by call: root, unit 1, unit 2
   EXPECT_EQ(list.post_backward, (std::vector<int>{8, 6, 4}));
   EXPECT_EQ(list.tail, 6);
@@ -70,31 +70,31 @@ TEST(IssueList, resident_units_arent_gathered_again) {
     t.resident = true;
     t.reshard_after_forward = false;
   }
-  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, root_that_reshards_is_gathered_first) {
   auto traits = units(1);
   traits[0] = UnitTraits{};
-  EXPECT_EQ(text(build_issue_list(in_a_row(1), traits, 1)), "AG0 AG1 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(1), traits, 1)), "AG0 AG1 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, unit_called_twice_gathers_twice_and_reduces_once) {
   const std::vector<ForwardEvent> events{{true, 0, true},  {true, 1, true}, {false, 1, true}, {true, 2, true},
                                          {false, 2, true}, {true, 1, true}, {false, 1, true}, {false, 0, true}};
-  EXPECT_EQ(text(build_issue_list(events, units(2), 1)), "AG1 AG2 free1 AG1 RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(events, units(2), 1)), "AG1 AG2 free1 AG1 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, unit_called_back_to_back_keeps_its_image) {
   const std::vector<ForwardEvent> twice{{true, 0, true}, {true, 1, true},  {false, 1, true},
                                         {true, 1, true}, {false, 1, true}, {false, 0, true}};
-  EXPECT_EQ(text(build_issue_list(twice, units(1), 2)), "AG1 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(twice, units(1), 2)), "AG1 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, named_units_are_gathered_instead_of_the_next) {
   auto traits = units(3);
   traits[3].prefetch = {1};
-  EXPECT_EQ(text(build_issue_list(in_a_row(3), traits, 1)), "AG3 AG1 RS3 free3 AG2 RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(3), traits, 1)), "AG3 AG1 free3 RS3 AG2 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, named_units_that_backward_wont_reach_are_left_out) {
@@ -102,19 +102,19 @@ TEST(IssueList, named_units_that_backward_wont_reach_are_left_out) {
   events[1].needs_backward = false;  // unit 1
   auto traits = units(2);
   traits[2].prefetch = {1, 2};
-  EXPECT_EQ(text(build_issue_list(events, traits, 1)), "AG2 RS2 free2 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(events, traits, 1)), "AG2 free2 RS2 free0 RS0");
 }
 
 TEST(IssueList, unit_whose_values_backward_doesnt_need_is_reduced_alone) {
   auto traits = units(2);
   traits[1].gathers_in_backward = false;
-  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 RS2 free2 RS1 free1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, unit_that_stays_after_backward_isnt_freed) {
   auto traits = units(2);
   traits[1].reshard_after_backward = false;
-  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 AG1 RS2 free2 RS1 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 AG1 free2 RS2 RS1 free0 RS0");
 }
 
 TEST(IssueList, nested_units_reduce_after_what_they_contain) {
@@ -123,7 +123,7 @@ TEST(IssueList, nested_units_reduce_after_what_they_contain) {
                                          {true, 3, true},  {false, 3, true}, {false, 1, true}, {true, 4, true},
                                          {false, 4, true}, {false, 0, true}};
   EXPECT_EQ(
-      text(build_issue_list(events, units(4), 1)), "AG4 AG1 RS4 free4 AG3 AG2 RS3 free3 RS2 free2 RS1 free1 RS0 free0");
+      text(build_issue_list(events, units(4), 1)), "AG4 AG1 free4 RS4 AG3 AG2 free3 RS3 free2 RS2 free1 RS1 free0 RS0");
 }
 
 TEST(IssueList, leaves_out_what_backward_cant_reach_and_frozen_units_reductions) {
@@ -131,17 +131,17 @@ TEST(IssueList, leaves_out_what_backward_cant_reach_and_frozen_units_reductions)
   events[1].needs_backward = false;  // unit 1
   auto traits = units(2);
   traits[2].reduces = false;
-  EXPECT_EQ(text(build_issue_list(events, traits, 1)), "AG2 free2 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(events, traits, 1)), "AG2 free2 free0 RS0");
 }
 
 TEST(IssueList, unit_without_parameters_has_no_entries) {
   auto traits = units(2);
   traits[1].has_params = false;
-  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 RS2 free2 RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(2), traits, 1)), "AG2 free2 RS2 free0 RS0");
 }
 
 TEST(IssueList, empty_forward_is_the_root_alone) {
-  EXPECT_EQ(text(build_issue_list(in_a_row(0), units(0), 1)), "RS0 free0");
+  EXPECT_EQ(text(build_issue_list(in_a_row(0), units(0), 1)), "free0 RS0");
 }
 
 TEST(Forecast, module_order_nests_by_parent) {
