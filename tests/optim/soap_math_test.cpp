@@ -104,6 +104,15 @@ TEST(SoapMath, power_iteration_comes_to_the_eigenvectors) {
   EXPECT_LT(largest(overlap.slice(0, 0, 10).slice(1, 0, 10) - at::eye(10)), 1e-3);
 }
 
+// Products of the huge one would be infinite.
+TEST(SoapMath, power_iteration_does_not_depend_on_the_size_of_a_factor) {
+  const at::Tensor factor = at::ones({17, 17}) + at::diag(at::linspace(0.1, 1.0, 17));
+  const at::Tensor basis = optim::eigenbasis(factor);
+  const at::Tensor next = optim::next_basis(factor, basis);
+  for (const int exponent : {-100, 126})
+    EXPECT_TRUE(at::equal(optim::next_basis(factor * std::ldexp(1.0F, exponent), basis), next)) << exponent;
+}
+
 TEST(SoapMath, the_first_gradient_that_is_not_zero_makes_the_basis_and_updates_nothing) {
   Matrix matrix(5, 3);
   EXPECT_TRUE(is_zero(matrix.step(at::zeros({5, 3}))));
