@@ -162,9 +162,9 @@ StateLayout layout_beside(
 }
 
 StateLayout layout_of_scales(const buffer::ShardedTensor& param) {
-  return layout_beside(param, scales_shape(param.shape), [&](layout::Interval owned) {
-    return owned_scales(param.shape, owned, param.name);
-  });
+  const auto of = [&](layout::Interval owned) { return owned_scales(param.shape, owned, param.name); };
+  of({});  // refuses vectors, which have no shape of scales
+  return layout_beside(param, scales_shape(param.shape), of);
 }
 
 buffer::ShardedTensor state_like(const OwnedParam& param, const char* suffix, const at::Tensor& local) {
