@@ -384,14 +384,18 @@ void bind_runtime(py::module_& module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(
           py::init([](std::vector<fsdp::RuntimeUnit> units, const comm::MeshGroups& groups,
-                      const std::shared_ptr<Runtime>& shares, int backward_prefetch, bool overlap_reductions) {
+                      const std::shared_ptr<Runtime>& shares, int backward_prefetch, bool overlap_reductions,
+                      bool keep_buffers) {
             return std::make_shared<Runtime>(
                 std::move(units), groups,
-                fsdp::RuntimeOptions{.backward_prefetch = backward_prefetch, .overlap_reductions = overlap_reductions},
+                fsdp::RuntimeOptions{
+                    .backward_prefetch = backward_prefetch,
+                    .overlap_reductions = overlap_reductions,
+                    .free_slots = keep_buffers ? buffer::FreeSlots::kKeep : buffer::FreeSlots::kReturn},
                 shares.get());
           }),
           py::arg("units"), py::arg("groups"), py::arg("shares") = nullptr, py::arg("backward_prefetch") = 1,
-          py::arg("overlap_reductions") = true)
+          py::arg("overlap_reductions") = true, py::arg("keep_buffers") = true)
       .def(
           "pre_forward",
           [](Runtime& runtime, int unit, std::vector<at::Tensor> tensors) {

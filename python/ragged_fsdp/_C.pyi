@@ -426,6 +426,7 @@ class Runtime:
         shares: Runtime | None = None,
         backward_prefetch: int = 1,
         overlap_reductions: bool = True,
+        keep_buffers: bool = True,
     ) -> None: ...
     def pre_forward(self, unit: int, tensors: Sequence[Tensor], /) -> list[Tensor] | None:
         """Gathers; the tensors that replace the inputs, None when none changes."""

@@ -92,9 +92,10 @@ class RaggedState(_State):
         self._link(root, self, parents)
         self._prepare(states, {module: name for name, module in root.named_modules()})
         units = [state._runtime_unit(parents.get(state, 0)) for state in states]
-        # On a CPU transfers and computation share the cores, so a second image and a second reduce buffer would buy little.
+        # On a CPU transfers and computation share the cores, so a second image and a second reduce buffer would buy little,
+        # and the allocator hands memory out again for less than it costs to keep it: some percent of a small step.
         overlaps = self.mesh.device.type != "cpu"
-        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime, int(overlaps), overlaps)
+        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime, int(overlaps), overlaps, keep_buffers=overlaps)
         self._comm_ctx.runtime = runtime
         for state in states:
             state._is_root = state is self

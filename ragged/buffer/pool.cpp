@@ -56,6 +56,18 @@ std::shared_ptr<BufferPool> BufferPool::create(
 BufferPool::BufferPool(std::shared_ptr<BufferAllocator> allocator, c10::Device device, c10d::ProcessGroup* group)
     : allocator_(std::move(allocator)), device_(device), group_(group) {}
 
+void BufferPool::set_free_slots(FreeSlots free_slots) {
+  RAGGED_CHECK(
+      free_slots == FreeSlots::kKeep || device_.is_cpu(),
+      "[pool] Expected a CPU where free buffers go back to the allocator, but got {}. Keep them there.", device_.str());
+  const std::lock_guard lock(mutex_);
+  free_slots_ = free_slots;
+  if (free_slots == FreeSlots::kKeep) return;
+  for (Memory& memory : memory_) {
+    if (memory.free) return_memory(memory);
+  }
+}
+
 int BufferPool::add_class(SlotUse use, Index bytes) {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < classes_.size(); ++i) {
@@ -78,16 +90,15 @@ Slot BufferPool::take(int size_class, Index bytes) {
   if (bytes == 0) return slot;
   std::size_t index = 0;
   while (index < memory_.size() && !(memory_[index].free && memory_[index].size_class == size_class)) ++index;
-  if (index == memory_.size()) {
-    Memory memory;
-    memory.data = allocator_->allocate(wanted.bytes, device_, group_);
-    memory.size_class = size_class;
-    allocator_->register_memory(memory.data, wanted.bytes, group_);
-    memory_.push_back(std::move(memory));
-    ++stats_.allocations;
-    stats_.reserved_bytes += wanted.bytes;
-  }
+  if (index == memory_.size()) memory_.push_back({.size_class = size_class});
   Memory& memory = memory_[index];
+  if (!memory.data) {
+    memory.bytes = free_slots_ == FreeSlots::kReturn ? bytes : wanted.bytes;
+    memory.data = allocator_->allocate(memory.bytes, device_, group_);
+    allocator_->register_memory(memory.data, memory.bytes, group_);
+    ++stats_.allocations;
+    stats_.reserved_bytes += memory.bytes;
+  }
   memory.free = false;
   memory.token.wait();
   memory.token = {};
@@ -103,7 +114,17 @@ void BufferPool::put(std::size_t index, SlotUse use, Index bytes, CompletionToke
   const std::lock_guard lock(mutex_);
   memory_[index].free = true;
   memory_[index].token = std::move(token);
+  // One that was made for less than its class can't wait for a taker of more.
+  const Index class_bytes = classes_[static_cast<std::size_t>(memory_[index].size_class)].bytes;
+  if (free_slots_ == FreeSlots::kReturn || memory_[index].bytes < class_bytes) return_memory(memory_[index]);
   stats_.in_use_bytes[static_cast<std::size_t>(use)] -= bytes;
+}
+
+void BufferPool::return_memory(Memory& memory) noexcept {
+  memory.data.clear();
+  memory.token = {};
+  stats_.reserved_bytes -= memory.bytes;
+  memory.bytes = 0;
 }
 
 PoolStats BufferPool::stats() const {

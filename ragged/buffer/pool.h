@@ -1,5 +1,5 @@
 // The memory of images, reduce buffers, staging and gradient shards: a few slots, sized once from the plans, handed
-// out and taken back. After the second step it allocates nothing.
+// out and taken back. After the second step it allocates nothing, unless it is told to return what is free.
 //
 // [Note: slots]
 // Every size that will be asked for is declared up front as a size class, and all takers of a class share its slots.
@@ -20,6 +20,11 @@ namespace ragged::buffer {
 
 enum class SlotUse { kImage, kReduce, kStaging, kGradient };
 inline constexpr std::size_t kSlotUses = 4;
+
+/// What becomes of a slot that nobody holds. kKeep: it waits for the next taker, and the pool holds as much as was ever
+/// alive at once in each class. kReturn: its memory goes back to the allocator, and the pool holds what is in use, as
+/// asked for; on a CPU alone, where no stream may still read it and no backend has it registered.
+enum class FreeSlots { kKeep, kReturn };
 
 class BufferPool;
 
@@ -51,7 +56,7 @@ class Slot {
 
 struct PoolStats {
   Index allocations = 0;                        // ever
-  Index reserved_bytes = 0;                     // of all slots
+  Index reserved_bytes = 0;                     // held now
   std::array<Index, kSlotUses> in_use_bytes{};  // as asked for, by SlotUse
   std::array<Index, kSlotUses> peak_bytes{};    // since reset_peaks()
 
@@ -65,6 +70,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   static std::shared_ptr<BufferPool> create(
       std::shared_ptr<BufferAllocator> allocator, c10::Device device, c10d::ProcessGroup* group);
 
+  /// Of slots that come back from now on, and of those that are free. Throws InvalidArgument for kReturn off the CPU.
+  void set_free_slots(FreeSlots free_slots);
+
   /// Declares a size; equal sizes of one use share a class.
   int add_class(SlotUse use, Index bytes);
   /// A free slot of the class, or a new one. `bytes` is what the caller will use of it; 0 gives a slot without
@@ -77,8 +85,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  private:
   friend class Slot;
   struct Memory {
-    at::DataPtr data;
+    at::DataPtr data;  // none: returned
     CompletionToken token;
+    Index bytes = 0;  // of data
     int size_class = 0;
     bool free = true;
   };
@@ -88,11 +97,13 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   };
   BufferPool(std::shared_ptr<BufferAllocator> allocator, c10::Device device, c10d::ProcessGroup* group);
   void put(std::size_t index, SlotUse use, Index bytes, CompletionToken token) noexcept;
+  void return_memory(Memory& memory) noexcept;
 
   std::shared_ptr<BufferAllocator> allocator_;
   c10::Device device_;
   c10d::ProcessGroup* group_;
   mutable std::mutex mutex_;
+  FreeSlots free_slots_ = FreeSlots::kKeep;
   std::vector<SizeClass> classes_;
   std::vector<Memory> memory_;
   PoolStats stats_;

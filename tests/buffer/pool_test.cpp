@@ -157,6 +157,49 @@ TEST(Pool, takes_slots_back_from_any_thread) {
   EXPECT_LE(pool->stats().allocations, 4);
 }
 
+TEST(Pool, returns_what_is_free_where_it_is_told_to) {
+  const auto allocator = std::make_shared<CountingAllocator>();
+  const auto pool = BufferPool::create(allocator, kCpu, nullptr);
+  const int image = pool->add_class(SlotUse::kImage, 100);
+  const int reduce = pool->add_class(SlotUse::kReduce, 50);
+  Slot before = pool->take(image, 10);
+  pool->take(reduce, 5);
+  EXPECT_EQ(pool->stats().reserved_bytes, 150);
+  pool->set_free_slots(FreeSlots::kReturn);
+  EXPECT_EQ(pool->stats().reserved_bytes, 100) << "what was free went at once";
+  {
+    const Slot a = pool->take(image, 70);
+    const Slot b = pool->take(reduce, 20);
+    EXPECT_EQ(pool->stats().reserved_bytes, 190) << "as asked for, not as the class is";
+    before = {};
+    EXPECT_EQ(pool->stats().reserved_bytes, 90);
+  }
+  EXPECT_EQ(pool->stats().reserved_bytes, 0);
+  EXPECT_EQ(pool->stats().in_use(SlotUse::kImage), 0);
+  EXPECT_EQ(allocator->asked, (std::vector<Index>{100, 50, 70, 20}));
+  EXPECT_EQ(allocator->registered, allocator->asked);
+}
+
+TEST(Pool, keeps_again_what_has_the_size_of_its_class) {
+  const auto pool = make_pool();
+  const int image = pool->add_class(SlotUse::kImage, 100);
+  pool->set_free_slots(FreeSlots::kReturn);
+  {
+    const Slot smaller = pool->take(image, 60);
+    pool->set_free_slots(FreeSlots::kKeep);
+  }
+  EXPECT_EQ(pool->stats().reserved_bytes, 0) << "a slot of 60 bytes can't serve a class of 100";
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(pool->take(image, 100));
+  EXPECT_EQ(pool->stats().reserved_bytes, 100);
+  EXPECT_EQ(pool->stats().allocations, 2);
+}
+
+TEST(Pool, refuses_to_return_memory_off_the_cpu) {
+  const auto pool = BufferPool::create(default_allocator(), c10::Device(c10::kCUDA, 0), nullptr);
+  EXPECT_THROW(pool->set_free_slots(FreeSlots::kReturn), InvalidArgument);
+  pool->set_free_slots(FreeSlots::kKeep);
+}
+
 TEST(Slot, moves_and_is_given_back_once) {
   const auto pool = make_pool();
   const int image = pool->add_class(SlotUse::kImage, 64);
