@@ -138,7 +138,10 @@ class Sharded : public Trainer {
     std::vector<std::shared_ptr<fsdp::Unit>> layers;
     for (Module* layer : model_.layers) layers.push_back(fsdp::fully_shard(*layer, options));
     root_ = fsdp::fully_shard(*model_.root, options);
-    if (lean) root_->set_runtime_options({.backward_prefetch = 0, .overlap_reductions = false});
+    if (lean) {
+      root_->set_runtime_options(
+          {.backward_prefetch = 0, .overlap_reductions = false, .free_slots = buffer::FreeSlots::kReturn});
+    }
     adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr, .weight_decay = 0.0});
   }
   at::Tensor forward_backward(const at::Tensor& data) override {
@@ -219,7 +222,8 @@ PYBIND11_MODULE(ragged_peer, m) {
           py::init(&ragged::bench::make_trainer), py::arg("sizes"), py::arg("values"), py::arg("rank"),
           py::arg("world"), py::arg("port"), py::arg("bf16"), py::arg("lr"), py::arg("sharded"), py::arg("lean"),
           "sizes: ModelConfig as a dict; values: initial values by name; port: of this machine, for the ranks' store; "
-          "lean: all gradients computed where they are reduced, no gather ahead, no reduction beside the next unit.")
+          "lean: all gradients computed where they are reduced, "
+          "no gather ahead, no reduction beside the next unit, and free buffers given back.")
       .def("forward_backward", &Trainer::forward_backward, ReleaseGil(), "data -> this rank's mean loss, detached")
       .def("update", &Trainer::update, ReleaseGil(), "Steps AdamW without weight decay and drops gradients.");
 }

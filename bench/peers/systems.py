@@ -217,8 +217,8 @@ def ragged_python(model: nn.Module, job: Job, *, own_optimizer: bool = False, **
 
 
 def native(model: nn.Module, job: Job, *, sharded: bool = True, lean: bool = False) -> Running:
-    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++. `lean`: as
-    Python does on a CPU, without a buffer for what is gathered or reduced ahead, and all gradients in place.
+    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++. `lean`: all
+    gradients in place, nothing gathered or reduced ahead, and a pool that gives free buffers back.
     """
     import ragged_peer
 
