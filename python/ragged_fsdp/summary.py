@@ -29,7 +29,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     cast_in, cast_grad, added, zeroed, copied: bytes that RaggedFSDP wrote itself; in_place: gradients computed in the reduce buffer, without a
     copy (the forecast counts them with cast_grad). gathered_bytes, reduced_bytes, all_gathers, reduce_scatters,
     all_reduces: whole images and logical collectives (those of a group are counted for all models on it). peak_image_bytes,
-    peak_reduce_bytes: since reset_peaks(). pool_allocations must not grow after the second step.
+    peak_reduce_bytes: since reset_peaks(). On a CPU buffers go back to the allocator when nobody needs them;
+    elsewhere pool_allocations must not grow after the second step.
     """
     return _running(model, "stats").stats()
 

@@ -80,12 +80,11 @@ def _measure(bf16):
     out["ours"] = {"copies": total - compute.total, "by op": seen.by_op, "stats": delta(before, after)}
     out["ours"]["peak"], out["compute by op"] = after["peak_image_bytes"], compute.by_op
 
-    # The gradient's copy has no place yet in the first step of a new model: pools are filled, then stay.
-    before = subject().stats(ours)["pool_allocations"]
+    before = subject().stats(ours)["pool_reserved_bytes"]  # gradients
     for k in range(3):
         ours.zero_grad()
         step(ours, k)
-    out["ours"]["pool grows"] = subject().stats(ours)["pool_allocations"] - before
+    out["ours"]["pool grows"] = subject().stats(ours)["pool_reserved_bytes"] - before
 
     as_stock = sharded(subject(), bf16, **STOCK_OPS)
     step(as_stock)
