@@ -1,5 +1,6 @@
 // A bucket's way through a step: packed on the shard, orthogonalised at the roots, applied on the shard.
 #include <algorithm>
+#include <map>
 
 #include <ATen/ATen.h>
 
@@ -18,11 +19,27 @@ at::Tensor as_wire(const at::Tensor& row_exp_avg_sq, at::ScalarType wire_dtype) 
 
 }  // namespace
 
-at::Tensor MuonPlan::Impl::orthogonalised(
-    const at::Tensor& whole, const MuonMatrix& m, const at::Tensor& row_exp_avg_sq) const {
-  at::Tensor update = newton_schulz(whole.view({m.rows, m.cols}), set, math.newton_schulz);
-  if (math.normuon) update = row_normalised(update.to(at::kFloat), row_exp_avg_sq, math.row_beta2);
-  return update.to(math.wire_dtype).reshape({-1});
+void MuonPlan::Impl::orthogonalise(std::span<const Job> jobs) const {
+  std::map<std::pair<Index, Index>, std::vector<const Job*>> by_shape;
+  for (const Job& job : jobs) by_shape[{job.matrix->rows, job.matrix->cols}].push_back(&job);
+  for (const auto& [shape, alike] : by_shape) {
+    const auto most =
+        static_cast<std::size_t>(std::max<Index>(1, movement.stacked_numel / (shape.first * shape.second)));
+    for (std::size_t begin = 0; begin < alike.size(); begin += most) {
+      const std::size_t end = std::min(alike.size(), begin + most);
+      std::vector<at::Tensor> whole;
+      for (std::size_t i = begin; i < end; ++i) whole.push_back(alike[i]->read().view({shape.first, shape.second}));
+      const at::Tensor stacked = whole.size() == 1 ? whole[0].unsqueeze(0) : at::stack(whole);
+      whole.clear();
+      const at::Tensor updates = newton_schulz(stacked, set, math.newton_schulz);
+      for (std::size_t i = begin; i < end; ++i) {
+        at::Tensor update = updates[static_cast<Index>(i - begin)];
+        const at::Tensor& rows = alike[i]->row_exp_avg_sq;
+        if (math.normuon) update = row_normalised(update.to(at::kFloat), rows, math.row_beta2);
+        alike[i]->write(update.to(math.wire_dtype).reshape({-1}));
+      }
+    }
+  }
 }
 
 // Of a momentum in codes, whose tiles don't end where matrices of fused rows do: what is orthogonalised of all that
@@ -101,21 +118,36 @@ MuonPlan::Impl::Flight MuonPlan::Impl::pack(
 void MuonPlan::Impl::compute(Flight& flight, std::span<const MuonPiece> pieces) const {
   const Bucket& bucket = *flight.bucket;
   const std::size_t count = bucket.members.size();
-  for (std::size_t i = 0; i < count; ++i) {  // what travels takes this long at least
+  std::vector<Job> local;
+  for (std::size_t i = 0; i < count; ++i) {
     if (!flight.local[i].defined()) continue;
     const Member& member = bucket.members[i];
     const MuonMatrix& m = matrices[member.matrix];
-    flight.local[i] = orthogonalised(flight.local[i], m, rows_of(pieces[static_cast<std::size_t>(m.param)], member));
+    local.push_back(
+        {.matrix = &m,
+         .row_exp_avg_sq = rows_of(pieces[static_cast<std::size_t>(m.param)], member),
+         .read = [&flight, i] { return flight.local[i]; },
+         .write = [&flight, i](const at::Tensor& update) { flight.local[i] = update; }});
   }
+  orthogonalise(local);  // what travels takes this long at least
   flight.work.wait();
+  std::vector<Job> rooted;
   for (std::size_t i = 0; i < count; ++i) {
     const MuonMatrix& m = matrices[bucket.members[i].matrix];
     if (m.is_local || !bucket.members[i].is_mine || m.root != shard.rank()) continue;
     const at::Tensor rows =
         math.normuon ? bucket.exchange.assemble(flight.rooted, count + i).view(at::kFloat) : at::Tensor();
-    bucket.exchange.disassemble(orthogonalised(bucket.exchange.assemble(flight.rooted, i), m, rows), flight.rooted, i);
-    if (rows.defined()) bucket.exchange.disassemble(as_wire(rows, math.wire_dtype), flight.rooted, count + i);
+    const auto write = [this, &flight, &bucket, i, count, rows](const at::Tensor& update) {
+      bucket.exchange.disassemble(update, flight.rooted, i);
+      if (rows.defined()) bucket.exchange.disassemble(as_wire(rows, math.wire_dtype), flight.rooted, count + i);
+    };
+    rooted.push_back(
+        {.matrix = &m,
+         .row_exp_avg_sq = rows,
+         .read = [&flight, &bucket, i] { return bucket.exchange.assemble(flight.rooted, i); },
+         .write = write});
   }
+  orthogonalise(rooted);
   flight.work = bucket.exchange.to_holders(flight.rooted, flight.held);
 }
 

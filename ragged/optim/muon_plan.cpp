@@ -170,6 +170,8 @@ MuonPlan::MuonPlan(
   RAGGED_CHECK(
       movement.buckets_in_flight >= 0, "[muon] Expected buckets_in_flight >= 0, but got {}.",
       movement.buckets_in_flight);
+  RAGGED_CHECK(
+      movement.stacked_numel >= 1, "[muon] Expected stacked_numel of at least 1, but got {}.", movement.stacked_numel);
   RAGGED_CHECK(movement.local_limit >= 0.0, "[muon] Expected local_limit >= 0, but got {}.", movement.local_limit);
   RAGGED_CHECK(
       math.row_beta2 >= 0.0 && math.row_beta2 < 1.0, "[muon] Expected row_beta2 in [0, 1), but got {}.",

@@ -69,6 +69,8 @@ struct MuonMovement {
   /// multiple of the best balance that Newton-Schulz can have over the ranks ([Note: roots] in matrix_roots.h).
   /// Infinity: they always stay.
   double local_limit = 1.25;
+  /// Matrices of equal shape are orthogonalised together, as many as have so many elements: one at a time below.
+  Index stacked_numel = Index{1} << 24;
 };
 
 using MuonParam = MatrixParam;

@@ -2,6 +2,7 @@
 // the three stages of a step.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -47,6 +48,14 @@ struct MuonPlan::Impl {
     comm::Work work{};
   };
 
+  // A matrix to be orthogonalised here: read when its turn comes, so that few are assembled at once.
+  struct Job {
+    const MuonMatrix* matrix = nullptr;
+    at::Tensor row_exp_avg_sq{};  // NorMuon's, [rows], written in place
+    std::function<at::Tensor()> read;
+    std::function<void(const at::Tensor&)> write;
+  };
+
   std::vector<MuonParam> params;
   MuonMath math;
   MuonMovement movement;
@@ -81,7 +90,7 @@ struct MuonPlan::Impl {
   at::Tensor rows_of(const MuonPiece& piece, const Member& member) const {
     return math.normuon ? piece.row_exp_avg_sq.narrow(0, member.rows.begin, member.rows.size()) : at::Tensor();
   }
-  at::Tensor orthogonalised(const at::Tensor& whole, const MuonMatrix& m, const at::Tensor& row_exp_avg_sq) const;
+  void orthogonalise(std::span<const Job> jobs) const;
 };
 
 }  // namespace ragged::optim

@@ -12,6 +12,7 @@ namespace {
 
 using layout::Interval;
 using optim::Muon;
+using optim::MuonMovement;
 using optim::MuonOptions;
 using optim::MuonParam;
 using optim::MuonPiece;
@@ -115,6 +116,34 @@ TEST(Muon, every_world_gives_the_bits_of_one_rank_and_they_are_near_the_twin) {
       }
     }
   }
+}
+
+// Seven experts of 6 x 4 over two ranks, cut in the middle of the fourth, and two matrices of another shape.
+TEST(MuonPlan, how_many_matrices_are_stacked_does_not_show_in_the_bits) {
+  run_ranks(2, [](comm::World& world) {
+    const auto groups = world.groups(layout::Mesh::shard(2));
+    const std::vector<MuonParam> params = {
+        {.name = "experts", .shape = {7, 6, 4}, .held = {{0, 84}, {84, 168}}},
+        {.name = "a", .shape = {4, 6}, .held = {{0, 24}, {24, 24}}},
+        {.name = "b", .shape = {4, 6}, .held = {{0, 3}, {3, 24}}}};
+    const auto stepped = [&](const MuonMovement& movement) {
+      MuonPlan plan(params, exact(), movement, groups.shard);
+      std::vector<MuonPiece> pieces;
+      for (const MuonParam& param : params) {
+        const layout::Interval held = param.held[static_cast<std::size_t>(world.rank())];
+        const at::Tensor grad = at::arange(held.begin, held.end, at::kFloat).mul_(0.7).sin_();
+        pieces.push_back(
+            {.param = at::ones({held.size()}), .grad = grad, .momentum = at::zeros({held.size()}), .lr = 0.1});
+      }
+      for (int step = 0; step < 3; ++step) plan.step(pieces);
+      std::vector<std::vector<float>> values;
+      for (const MuonPiece& piece : pieces) values.push_back(values_of(piece.param));
+      return values;
+    };
+    const auto one_at_a_time = stepped({.stacked_numel = 1});
+    EXPECT_EQ(stepped({.stacked_numel = 50}), one_at_a_time) << "stacks of two";
+    EXPECT_EQ(stepped({}), one_at_a_time);
+  });
 }
 
 TEST(Muon, two_exchanges_a_bucket_with_cut_matrices_and_none_where_matrices_stay) {
