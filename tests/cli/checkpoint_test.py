@@ -7,63 +7,25 @@ RAGGED_KILLS says how often the loop kills (default 50).
 
 import json
 import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-import unittest
 
-from cli_test import CONFIG, clean_environment, free_port
+from command import TrainingTest, main
 
-BINARY = ""
 KILLS = int(os.environ.get("RAGGED_KILLS", "50"))
 
 
-class CheckpointTest(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.dir = pathlib.Path(temporary.name)
-        (self.dir / "text.txt").write_text("".join(f"x{i} = {i * i % 101}\n" for i in range(500)))
-        (self.dir / "tiny.toml").write_text(CONFIG)
-
+class CheckpointTest(TrainingTest):
     def start(self, ranks, *args):
-        """The ranks of a run, as torchrun would start them."""
-        port = str(free_port())
-        processes = []
-        for rank in range(ranks):
-            variables = {} if ranks == 1 else dict(
-                RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            processes.append(subprocess.Popen(
-                [BINARY, "train", "tiny.toml", "--train.log_every=1000000", *args], cwd=self.dir,
-                env=clean_environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        self.addCleanup(self.end, processes)
-        return processes
-
-    @staticmethod
-    def end(processes):
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+        return self.start_ranks(ranks, "train", "tiny.toml", "--train.log_every=1000000", *args)
 
     def run_to_end(self, ranks, *args):
         """What rank 0 printed."""
-        outputs = []
-        for process in self.start(ranks, *args):
-            out, err = process.communicate(timeout=120)
-            self.assertEqual(process.returncode, 0, err)
-            outputs.append(out)
-        return outputs[0]
+        return self.outputs_of(self.start(ranks, *args))[0]
 
     def inspect(self, *args):
-        return subprocess.run(
-            [BINARY, "inspect", *args], cwd=self.dir, env=clean_environment(), capture_output=True, text=True,
-            timeout=60)
+        return self.ragged("inspect", *args)
 
     def metrics(self, name):
         path = self.dir / name / "metrics.jsonl"
@@ -215,5 +177,4 @@ class CheckpointTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    BINARY = str(pathlib.Path(sys.argv.pop(1)).resolve())
-    unittest.main(verbosity=2)
+    main()

@@ -1,103 +1,29 @@
 """The command `ragged` from outside: exit codes, messages, files, and ranks that die.
 
     python3 cli_test.py BINARY [--update-golden] [unittest arguments]
-
-Ranks are started as torchrun does it, by environment variables, without needing torchrun.
 """
 
 import json
 import os
 import pathlib
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 import unittest
 import unittest.mock
 
-BINARY = ""
+import command
+
 UPDATE_GOLDEN = False
 HERE = pathlib.Path(__file__).resolve().parent
 
-CONFIG = """
-[model]
-dim = 24
-layers = 2
-heads = 6
-kv_heads = 2
-feed_forward = 20
-[data]
-path = "text.txt"
-[train]
-steps = 3
-batch = 4
-sequence = 16
-param_dtype = "fp32"
-[eval]
-sequences = 4
-sample_bytes = 8
-[run]
-device = "cpu"
-"""
 
-RANK_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
-)
+class CliTest(command.TrainingTest):
+    def start_training(self, ranks, *args):
+        return self.start_ranks(ranks, "train", "tiny.toml", *args)
 
-
-def clean_environment(**extra):
-    env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    return {**env, "OMP_NUM_THREADS": "1", **extra}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class CliTest(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.dir = pathlib.Path(temporary.name)
-        (self.dir / "text.txt").write_text("".join(f"x{i} = {i * i % 101}\n" for i in range(500)))
-        (self.dir / "tiny.toml").write_text(CONFIG)
-
-    def ragged(self, *args, **env):
-        return subprocess.run(
-            [BINARY, *args], cwd=self.dir, env=clean_environment(**env), capture_output=True, text=True, timeout=120)
-
-    def start_ranks(self, world_size, *args):
-        port = str(free_port())
-        processes = []
-        for rank in range(world_size):
-            env = clean_environment(
-                RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            processes.append(subprocess.Popen(
-                [BINARY, "train", "tiny.toml", *args], cwd=self.dir, env=env,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        self.addCleanup(self.stop, processes)
-        return processes
-
-    @staticmethod
-    def stop(processes):
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-
-    def run_ranks(self, world_size, *args):
-        outputs = []
-        for process in self.start_ranks(world_size, *args):
-            out, err = process.communicate(timeout=120)
-            self.assertEqual(process.returncode, 0, err)
-            outputs.append(out)
-        return outputs
+    def run_training(self, ranks, *args):
+        return self.outputs_of(self.start_training(ranks, *args))
 
     def steps(self, name="tiny"):
         return [json.loads(line) for line in (self.dir / "runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -155,7 +81,7 @@ class CliTest(unittest.TestCase):
 
     def test_rules_of_the_optimizer(self):
         def fails(rule, *fragments):
-            (self.dir / "ruled.toml").write_text(CONFIG + "[[optimizer.rules]]\n" + rule)
+            (self.dir / "ruled.toml").write_text(command.CONFIG + "[[optimizer.rules]]\n" + rule)
             self.assert_fails(self.ragged("train", "ruled.toml"), 2, *fragments)
 
         fails("match = 'self_atn'\nkind = 'muon'\n", "'self_atn'", "matches none", "nearest name")
@@ -196,7 +122,7 @@ class CliTest(unittest.TestCase):
     def test_every_optimizer_runs_and_says_what_it_holds(self):
         for kind in ("adamw", "adamw8bit", "muon", "soap"):
             with self.subTest(kind):
-                outputs = self.run_ranks(2, f"--optimizer.kind={kind}", f"--run.dir=runs/{kind}")
+                outputs = self.run_training(2, f"--optimizer.kind={kind}", f"--run.dir=runs/{kind}")
                 self.assertRegex(outputs[0], r"layers\.\*\.self_attn\.q_proj\.weight +x 2 +24 x 24 +" + kind)
                 summary = self.summary(kind)
                 self.assertEqual(summary["planned"], summary["measured"])
@@ -224,7 +150,7 @@ class CliTest(unittest.TestCase):
 
     def test_ranks_compare_their_order_when_asked(self):
         with unittest.mock.patch.dict(os.environ, RAGGED_CHECK="1"):
-            self.run_ranks(2)
+            self.run_training(2)
 
     def test_resolved_config_is_printed_and_accepted_back(self):
         result = self.ragged("train", "tiny.toml", "--train.steps=2", "--run.dir=runs/first")
@@ -241,7 +167,7 @@ class CliTest(unittest.TestCase):
     def test_processes_agree_with_one_at_the_same_global_batch(self):
         losses = []
         for ranks in (1, 2, 4):
-            outputs = self.run_ranks(ranks, f"--train.batch={4 // ranks}")
+            outputs = self.run_training(ranks, f"--train.batch={4 // ranks}")
             self.assertEqual([len(out) > 0 for out in outputs], [True] + [False] * (ranks - 1))
             self.assertEqual(self.summary()["planned"], self.summary()["measured"])
             losses.append([step["loss"] for step in self.steps()])
@@ -254,7 +180,7 @@ class CliTest(unittest.TestCase):
 
     def lose_a_rank(self, number, *args):
         """Sends the signal to rank 1 of 2 in the middle of a run; returns what rank 0 then says, and when."""
-        survivor, victim = self.start_ranks(2, "--train.steps=1000000", "--train.log_every=1000000", *args)
+        survivor, victim = self.start_training(2, "--train.steps=1000000", "--train.log_every=1000000", *args)
         metrics = self.dir / "runs/tiny/metrics.jsonl"
         deadline = time.monotonic() + 60
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
@@ -280,8 +206,7 @@ class CliTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    BINARY = str(pathlib.Path(sys.argv.pop(1)).resolve())
     if "--update-golden" in sys.argv:
         sys.argv.remove("--update-golden")
         UPDATE_GOLDEN = True
-    unittest.main(verbosity=2)
+    command.main()

@@ -6,16 +6,11 @@ Whether transformers computes the same is tests/python/test_hf_models.py's quest
 """
 
 import json
-import pathlib
 import shutil
 import subprocess
-import sys
-import tempfile
-import unittest
 
-from cli_test import CONFIG, clean_environment, free_port
+from command import CONFIG, TrainingTest, clean_environment, main
 
-BINARY = ""
 MOE = ("--model.kind=moe", "--model.experts=5")
 KINDS = {
     "llama": (),
@@ -25,36 +20,22 @@ KINDS = {
 }
 
 
-class ModelsTest(unittest.TestCase):
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.dir = pathlib.Path(temporary.name)
-        (self.dir / "text.txt").write_text("".join(f"x{i} = {i * i % 101}\n" for i in range(500)))
-        (self.dir / "tiny.toml").write_text(CONFIG)
-
-    def ragged(self, *args, ranks=1):
+class ModelsTest(TrainingTest):
+    def run_ranks(self, *args, ranks=1):
         """The result on the highest rank."""
-        port = str(free_port())
-        processes = []
-        for rank in range(ranks):
-            variables = {} if ranks == 1 else dict(
-                RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            processes.append(subprocess.Popen(
-                [BINARY, *map(str, args)], cwd=self.dir, env=clean_environment(**variables), stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True))
-        for process in processes:
+        if ranks == 1:
+            return self.ragged(*args)
+        for process in self.start_ranks(ranks, *args):
             out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     def succeed(self, *args, ranks=1):
-        result = self.ragged(*args, ranks=ranks)
+        result = self.run_ranks(*args, ranks=ranks)
         self.assertEqual(result.returncode, 0, result.stderr)
         return result.stdout
 
     def fail_with(self, code, pattern, *args, ranks=1):
-        result = self.ragged(*args, ranks=ranks)
+        result = self.run_ranks(*args, ranks=ranks)
         self.assertEqual(result.returncode, code, result.stderr)
         self.assertRegex(result.stderr, rf"^ragged: error: .*{pattern}.*\n$")
         self.assertEqual(result.stderr.count("\n"), 1, result.stderr)
@@ -156,7 +137,7 @@ class ModelsTest(unittest.TestCase):
         killed = 0
         for threshold in (0, 1 << 20, 10 << 20, 20 << 20):  # bytes of weights, of 38 MB
             process = subprocess.Popen(
-                [BINARY, "export", checkpoints, "out"], cwd=self.dir, env=clean_environment(), stdout=subprocess.PIPE)
+                [self.binary, "export", checkpoints, "out"], cwd=self.dir, env=clean_environment(), stdout=subprocess.PIPE)
             while process.poll() is None:
                 try:
                     is_time = (self.dir / ".tmp-out" / "model.safetensors").stat().st_size > threshold
@@ -178,5 +159,4 @@ class ModelsTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    BINARY = str(pathlib.Path(sys.argv.pop(1)).resolve())
-    unittest.main(verbosity=2)
+    main()

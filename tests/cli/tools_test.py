@@ -11,14 +11,11 @@ import re
 import struct
 import subprocess
 import sys
-import tempfile
 import tomllib
-import unittest
 import xml.etree.ElementTree
 
-from cli_test import clean_environment, free_port
+import command
 
-BINARY = ""
 UPDATE_GOLDEN = False
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -44,18 +41,8 @@ def safetensors(tensors, data=None, length=None):
     return struct.pack("<Q", len(text) if length is None else length) + text + bytes(end if data is None else data)
 
 
-class ToolsTest(unittest.TestCase):
+class ToolsTest(command.CommandTest):
     maxDiff = None
-
-    def setUp(self):
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.dir = pathlib.Path(temporary.name)
-
-    def ragged(self, *args):
-        return subprocess.run(
-            [BINARY, *map(str, args)], cwd=self.dir, env=clean_environment(), capture_output=True, text=True,
-            timeout=120)
 
     def text(self, *args):
         result = self.ragged(*args)
@@ -106,7 +93,7 @@ class ToolsTest(unittest.TestCase):
         def on_a_terminal(**env):
             main, other = pty.openpty()
             subprocess.run(
-                [BINARY, "plan", "gpt2-124m", "--ranks", "2"], env=clean_environment(TERM="xterm", **env), stdout=other,
+                [self.binary, "plan", "gpt2-124m", "--ranks", "2"], env=command.clean_environment(TERM="xterm", **env), stdout=other,
                 timeout=60, check=True)
             os.close(other)
             text = b""
@@ -252,20 +239,10 @@ class ToolsTest(unittest.TestCase):
                 {"name": "embed_tokens.weight", "shape": [256, dim], "kind": "embedding", "role": "embed"},
                 norm("norm.weight"), matrix("lm_head.weight", 256, dim, role="head")]},
             {"name": "layers.*", "prefix": "layers.*.", "count": model["layers"], "params": layer}]})
-        port = str(free_port())
-        ranks = [
-            subprocess.Popen(
-                [BINARY, "train", str(demo), "--train.steps=1", "--train.batch=1", "--train.sequence=16",
-                 "--eval.sequences=4", "--eval.sample_bytes=1", "--train.param_dtype=bf16", "--train.reduce_dtype=fp32",
-                 "--parallel.forward_prefetch=1", "--parallel.rows=1", "--run.device=cpu", "--run.dir=run"],
-                cwd=self.dir, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                env=clean_environment(
-                    RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4", MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port))
-            for rank in range(4)]
-        for rank in ranks:
-            _, err = rank.communicate(timeout=200)
-            self.assertEqual(rank.returncode, 0, err)
+        self.outputs_of(self.start_ranks(
+            4, "train", demo, "--train.steps=1", "--train.batch=1", "--train.sequence=16", "--eval.sequences=4",
+            "--eval.sample_bytes=1", "--train.param_dtype=bf16", "--train.reduce_dtype=fp32",
+            "--parallel.forward_prefetch=1", "--parallel.rows=1", "--run.device=cpu", "--run.dir=run"))
         measured = json.loads((self.dir / "run/summary.json").read_text())["measured"]
         step = self.json("simulate", "demo.json", "--ranks", 4, "--device", "cpu", "--tokens", 16)
         self.assertEqual(step["gathered_bytes"], measured["gathered_bytes"])
@@ -282,8 +259,7 @@ class ToolsTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    BINARY = str(pathlib.Path(sys.argv.pop(1)).resolve())
     if "--update-golden" in sys.argv:
         sys.argv.remove("--update-golden")
         UPDATE_GOLDEN = True
-    unittest.main(verbosity=2)
+    command.main()
