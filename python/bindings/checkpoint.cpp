@@ -22,7 +22,8 @@ Part make_part(
     const std::string& name, const at::Tensor& local, const std::vector<Index>& shape, Index begin, Index end,
     std::optional<BoxPair> within, bool writes, bool announces_empty, const std::string& format,
     const std::string& placement) {
-  Part part{.local = local, .owned = {begin, end}, .writes = writes, .announces_empty = announces_empty};
+  // A tensor of its own over the same memory: it has no Python object, so that it may come and go without the GIL.
+  Part part{.local = local.detach(), .owned = {begin, end}, .writes = writes, .announces_empty = announces_empty};
   part.info = {.name = name, .shape = shape, .format = format, .placement = placement};
   part.info.dtype = checkpoint::stored_dtype(local.scalar_type());
   if (within) part.within = layout::Box{std::move(within->first), std::move(within->second)};
