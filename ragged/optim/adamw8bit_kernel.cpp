@@ -3,16 +3,10 @@
 #include "ragged/optim/adamw8bit_kernel.h"
 
 #include "ragged/optim/isa_targets.h"
+#include "ragged/optim/lane_elements.h"
 
 namespace ragged::optim {
 namespace {
-
-RAGGED_INLINE_KERNEL float load(float value) {
-  return value;
-}
-RAGGED_INLINE_KERNEL float load(std::uint16_t bits) {
-  return widen(bits);
-}
 
 // What lies between the passes, and rows in the making. Each loop below is over one width of lanes: bytes are widened
 // and narrowed in loops of their own, and a tile's scale is repeated for each of its columns, which vectorises cleanly

@@ -2,22 +2,10 @@
 #include "ragged/optim/adamw_kernel.h"
 
 #include "ragged/optim/isa_targets.h"
+#include "ragged/optim/lane_elements.h"
 
 namespace ragged::optim {
 namespace {
-
-RAGGED_INLINE_KERNEL float load(float value) {
-  return value;
-}
-RAGGED_INLINE_KERNEL float load(std::uint16_t bits) {
-  return widen(bits);
-}
-RAGGED_INLINE_KERNEL void store(float value, float& out) {
-  out = value;
-}
-RAGGED_INLINE_KERNEL void store(float value, std::uint16_t& out) {
-  out = narrow(value);
-}
 
 template <class Grad, class Moment, bool kImage>
 RAGGED_INLINE_KERNEL void loop(

@@ -34,20 +34,14 @@ std::unique_ptr<Optimizer> make_part(
   };
   if (kind == "adamw") return std::make_unique<AdamW>(root, prepared(spec.adamw));
   if (kind == "adamw8bit") return std::make_unique<AdamW8bit>(root, prepared(spec.adamw8bit));
-  if (kind == "muon") {
-    MuonOptions options = prepared(spec.muon);
+  const auto of_matrices = [&](auto options) {
     options.row_ranges = [choices](const buffer::ShardedTensor& parameter) {
       return ranges_of_rows(choices->at(parameter.name).splits);
     };
-    return std::make_unique<Muon>(root, std::move(options));
-  }
-  if (kind == "soap") {
-    SoapOptions options = prepared(spec.soap);
-    options.row_ranges = [choices](const buffer::ShardedTensor& parameter) {
-      return ranges_of_rows(choices->at(parameter.name).splits);
-    };
-    return std::make_unique<Soap>(root, std::move(options));
-  }
+    return prepared(std::move(options));
+  };
+  if (kind == "muon") return std::make_unique<Muon>(root, of_matrices(spec.muon));
+  if (kind == "soap") return std::make_unique<Soap>(root, of_matrices(spec.soap));
   throw InternalError("[optimizer] " + std::string(kind) + " has no constructor.");
 }
 

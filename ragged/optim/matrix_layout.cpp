@@ -133,4 +133,14 @@ MatrixRoots assign_roots(
   return assigned;
 }
 
+MatrixPiece piece_on_rank(
+    const MatrixParam& param, const ParamMatrix& matrix, std::span<const plan::HeldPiece> pieces, int rank) {
+  for (const plan::HeldPiece& piece : pieces) {
+    if (piece.rank != rank) continue;
+    const Interval held = param.held[static_cast<std::size_t>(rank)];
+    return {.piece = piece.interval, .in_param = matrix.offset + piece.interval.begin - held.begin};
+  }
+  return {};
+}
+
 }  // namespace ragged::optim

@@ -55,4 +55,12 @@ MatrixRoots assign_roots(
     std::span<const MatrixParam> params, std::vector<ParamMatrix>& matrices, std::span<const double> costs,
     const plan::RootOptions& options);
 
+/// What one rank holds of a matrix; both empty and 0 where it holds nothing.
+struct MatrixPiece {
+  layout::Interval piece{};  // of the matrix's elements
+  Index in_param = 0;        // where that lies in the rank's piece of the parameter
+};
+MatrixPiece piece_on_rank(
+    const MatrixParam& param, const ParamMatrix& matrix, std::span<const plan::HeldPiece> pieces, int rank);
+
 }  // namespace ragged::optim

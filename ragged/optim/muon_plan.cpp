@@ -75,13 +75,14 @@ void MuonPlan::Impl::make_buckets(const std::vector<std::vector<plan::HeldPiece>
     for (std::size_t i = 0; i < matrices.size(); ++i) {
       const MuonMatrix& m = matrices[i];
       if (m.bucket != b) continue;
-      Member member{.matrix = i, .is_mine = !shares() || m.replica == replicate.rank()};
-      for (const plan::HeldPiece& piece : pieces[i]) {
-        if (piece.rank != shard.rank()) continue;
-        const Interval held = params[static_cast<std::size_t>(m.param)].held[static_cast<std::size_t>(piece.rank)];
-        member.piece = piece.interval;
-        member.in_param = m.offset + piece.interval.begin - held.begin;
-      }
+      const auto [piece, in_param] =
+          piece_on_rank(params[static_cast<std::size_t>(m.param)], m, pieces[i], shard.rank());
+      Member member{
+          .matrix = i,
+          .piece = piece,
+          .in_param = in_param,
+          .rows = {},
+          .is_mine = !shares() || m.replica == replicate.rank()};
       exchanged.push_back(
           {.numel = m.rows * m.cols, .pieces = pieces[i], .root = m.is_local || !member.is_mine ? -1 : m.root});
       if (math.normuon) rows.push_back(place_rows(member, exchanged.back().root));

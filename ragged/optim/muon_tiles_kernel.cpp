@@ -3,23 +3,11 @@
 #include "ragged/optim/muon_tiles_kernel.h"
 
 #include "ragged/optim/isa_targets.h"
+#include "ragged/optim/lane_elements.h"
 #include "ragged/optim/muon_math.h"
 
 namespace ragged::optim {
 namespace {
-
-RAGGED_INLINE_KERNEL float load(float value) {
-  return value;
-}
-RAGGED_INLINE_KERNEL float load(std::uint16_t bits) {
-  return widen(bits);
-}
-RAGGED_INLINE_KERNEL void store(float& slot, float value) {
-  slot = value;
-}
-RAGGED_INLINE_KERNEL void store(std::uint16_t& slot, float value) {
-  slot = narrow(value);
-}
 
 // Loops are over one width of lanes each, so bytes are widened and narrowed in loops of their own, and scales repeated
 // for each column. Magnitudes are compared as bits, which order like the numbers.
@@ -64,7 +52,7 @@ struct Kernel {
       advance(
           codes, step.beta, step.nesterov, columns, scratch.numbers, scratch.by_column, scratch.grads,
           scratch.momentum[r], scratch.directions, scratch.largest);
-      for (int j = 0; j < columns; ++j) store(out[j], scratch.directions[j]);
+      for (int j = 0; j < columns; ++j) store(scratch.directions[j], out[j]);
     }
     for (int t = 0, begin = 0; begin < columns; ++t, begin += kTileColumns) {
       const int end = begin + kTileColumns < columns ? begin + kTileColumns : columns;

@@ -122,14 +122,9 @@ void SoapPlan::Impl::make_buckets() {
     for (std::size_t i = 0; i < layout.matrices.size(); ++i) {
       const ParamMatrix& m = layout.matrices[i];
       if (m.bucket != b) continue;
-      Member member{.matrix = i};
-      for (const plan::HeldPiece& piece : layout.roots.pieces[i]) {
-        if (piece.rank != shard.rank()) continue;
-        const Interval held = params[static_cast<std::size_t>(m.param)].held[static_cast<std::size_t>(piece.rank)];
-        member.piece = piece.interval;
-        member.in_param = m.offset + piece.interval.begin - held.begin;
-      }
-      members.push_back(member);
+      const auto [piece, in_param] =
+          piece_on_rank(params[static_cast<std::size_t>(m.param)], m, layout.roots.pieces[i], shard.rank());
+      members.push_back({.matrix = i, .piece = piece, .in_param = in_param});
       exchanged.push_back(
           {.numel = m.rows * m.cols, .pieces = layout.roots.pieces[i], .root = m.is_local ? -1 : m.root});
     }
