@@ -13,11 +13,9 @@ rank over Gloo: no network, one disk.
 import argparse
 import datetime
 import json
-import multiprocessing
 import os
 import pathlib
 import shutil
-import socket
 import statistics
 import sys
 import time
@@ -30,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -181,7 +180,7 @@ def measure(o):
     return {"bytes": total, "ranks": o.ranks, "rounds": o.rounds, "seconds": seconds}
 
 
-def work(rank, o, port, out):
+def work(rank, port, out, o):
     warnings.filterwarnings("ignore")
     dist.init_process_group(
         "gloo",
@@ -220,19 +219,7 @@ def main():
     o = parser.parse_args()
     if pathlib.Path(o.dir).exists():
         sys.exit(f"Expected --dir to be a new folder, but '{o.dir}' exists: it is removed at the end.")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    ranks = [context.Process(target=work, args=(r, o, port, out)) for r in range(o.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit("a rank failed")
-    found = out.get()
+    found = run_ranks(work, o.ranks, o)
     if o.json:
         print(json.dumps(found))
         return

@@ -17,10 +17,8 @@ import ctypes
 import datetime
 import gc
 import json
-import multiprocessing
 import os
 import pathlib
-import socket
 import sys
 import warnings
 
@@ -34,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from copies import Copies, UnshardedBytes, backend_copies_results
 from models import TinyLM, next_token_loss
+from rank_processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 WARM, STEPS = 2, 3
@@ -141,7 +140,7 @@ def measure(o):
     return {"P": total, "ranks": dist.get_world_size(), "dtype": "fp32" if o.fp32 else "bf16", **rows}
 
 
-def work(rank, o, port, out):
+def work(rank, port, out, o):
     warnings.filterwarnings("ignore")
     dist.init_process_group(
         "gloo",
@@ -167,19 +166,7 @@ def main():
     parser.add_argument("--in-place", choices=("same_bits", "always"))
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    ranks = [context.Process(target=work, args=(r, o, port, out)) for r in range(o.ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit("a rank failed")
-    found = out.get()
+    found = run_ranks(work, o.ranks, o)
     if o.json:
         print(json.dumps(found))
         return

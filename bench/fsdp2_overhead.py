@@ -12,10 +12,8 @@ about overlap or about steps whose computation outlasts the host.
 
 import argparse
 import json
-import multiprocessing
 import os
 import pathlib
-import socket
 import sys
 import time
 
@@ -26,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,13 +118,7 @@ def measure(o, world):
     return row
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def work(rank, world, port, o, out):
+def work(rank, port, out, world, o):
     if world > 2:
         import fake_group
 
@@ -138,19 +131,6 @@ def work(rank, world, port, o, out):
     if world == 2:
         dist.barrier()
     dist.destroy_process_group()
-
-
-def run_world(world, o):
-    context = multiprocessing.get_context("spawn")
-    out, port = context.Queue(), free_port()
-    ranks = [context.Process(target=work, args=(r, world, port, o, out)) for r in range(2 if world == 2 else 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"world {world}: a rank failed")
-    return out.get()
 
 
 def main():
@@ -166,7 +146,7 @@ def main():
     if not o.json:
         print(f"{'world':>6}  {'FSDP2':>8}  {'ragged':>8}  {'ratio':>6}   us a unit and step, beyond the plain model")
     for world in o.worlds:
-        row = run_world(world, o)
+        row = run_ranks(work, 2 if world == 2 else 1, world, o)
         if o.json:
             print(json.dumps(row), flush=True)
         else:
