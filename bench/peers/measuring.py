@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,23 +23,43 @@ from torch.utils._pytree import tree_leaves
 INTO_FIRST = {"copy_", "_foreach_copy_", "index_copy_", "all_gather_copy_in", "split_with_sizes_copy"}
 INTO_RESULT = {"cat", "stack", "clone", "_to_copy", "constant_pad_nd", "_chunk_cat", "chunk_cat",
                "chunk_cat_mixed_dtype"}  # fmt: skip
-REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_",
-              "allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "reduce_"}  # fmt: skip
+REDUCE_SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
+REDUCTIONS = REDUCE_SCATTERS | {"allreduce_", "alltoall_base_", "alltoall_", "allreduce_coalesced_", "reduce_"}
 
 
 def nbytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def addresses(tree: Any) -> set[int]:
-    return {leaf.data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
+class Places:
+    """Where tensors lie. A place is forgotten with its storage: memory that is handed out again is another place."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], StorageWeakRef] = {}
+
+    @staticmethod
+    def _keys(tree: Any) -> dict[tuple[int, int], StorageWeakRef]:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+        refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]  # of a living storage: cdata is its own
+        return {(ref.cdata, tensor.data_ptr()): ref for ref, tensor in zip(refs, tensors, strict=True)}
+
+    def add(self, tree: Any) -> None:
+        self._of |= self._keys(tree)
+
+    def take(self, tree: Any) -> bool:
+        """Whether one of them is here. They are no longer."""
+        keys = self._keys(tree)
+        found = any(key in self._of for key in keys)
+        for key in keys:
+            self._of.pop(key, None)
+        return found
 
 
 class Operations(TorchDispatchMode):
     """Counts what the driving thread does while active.
 
     copied: bytes written by copying operations, without `results`: those that a backend writes when it puts out what
-    it has reduced, as Gloo does in wait(). by_operation splits `copied`.
+    it has reduced, as Gloo does in wait() for a reduce-scatter. by_operation splits `copied`.
     collectives: [calls, bytes of the whole buffer] by name. reduced_elements: what was given to reductions.
     """
 
@@ -47,7 +68,7 @@ class Operations(TorchDispatchMode):
         self.by_operation: dict[str, int] = {}
         self.results = self.operations = self.reduced_elements = 0
         self.collectives: dict[str, list[int]] = {}
-        self._reduced_into: set[int] = set()
+        self._reduced_into = Places()
 
     @property
     def copied(self) -> int:
@@ -71,8 +92,7 @@ class Operations(TorchDispatchMode):
         return out
 
     def _copy(self, name: str, written: Any) -> None:
-        if name == "copy_" and addresses(written) & self._reduced_into:
-            self._reduced_into -= addresses(written)
+        if name == "copy_" and self._reduced_into.take(written):
             self.results += nbytes(written)
         else:
             self.by_operation[name] = self.by_operation.get(name, 0) + nbytes(written)
@@ -85,7 +105,8 @@ class Operations(TorchDispatchMode):
         entry[1] += nbytes(tensors[0]) if name == "scatter_" else max(map(nbytes, tensors))
         if name in REDUCTIONS:
             self.reduced_elements += max(sum(leaf.numel() for leaf in each) for each in tensors)
-            self._reduced_into |= addresses(tensors[0])
+        if name in REDUCE_SCATTERS:
+            self._reduced_into.add(tensors[0])
 
 
 def report_memory(on: bool) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 REPO = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from bench.peers import models  # noqa: E402
+from bench.peers import measuring, models  # noqa: E402
 from bench.peers.catalogue import CELLS  # noqa: E402
 from bench.peers.page import cell_block  # noqa: E402
 from bench.peers.results import Results  # noqa: E402
@@ -106,6 +106,22 @@ def test_bytes_of_ours_are_the_computed_ones(llama: list[dict[str, Any]]) -> Non
             assert calls.pop("alltoall_base") == [3, whole]
             ((_, gathers),) = calls.items()  # one by one rank's slice
             assert gathers == [2 * (1 + 2 * 2), whole + layers]
+
+
+def test_memory_handed_out_again_is_another_place() -> None:
+    memory = bytearray(256)
+
+    def at_the_same_address() -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.float32)
+
+    reduced = at_the_same_address()
+    places = measuring.Places()
+    places.add([reduced])
+    assert not places.take(at_the_same_address())  # what a copy into memory that was reduced into long ago looks like
+    assert places.take(reduced.view(2, -1)) and not places.take(reduced)
+    places.add(reduced)
+    del reduced
+    assert not places.take(at_the_same_address())
 
 
 def test_bytes_at_rest_of_fsdp2_are_parameters_and_moments(llama: list[dict[str, Any]]) -> None:
