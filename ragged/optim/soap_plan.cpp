@@ -266,6 +266,18 @@ void SoapPlan::step(std::span<const SoapPiece> pieces, std::span<const SoapState
   }
 }
 
+void SoapPlan::set_math(const SoapMath& math) {
+  check(math);
+  const SoapMath& own = impl_->math;
+  RAGGED_CHECK(
+      math.max_precondition_dim == own.max_precondition_dim && math.wire_dtype == own.wire_dtype,
+      "[soap] Expected max_precondition_dim {} and a wire dtype of {}, which the plan was made for, but got {} and {}. "
+      "Make another plan.",
+      own.max_precondition_dim, c10::toString(own.wire_dtype), math.max_precondition_dim,
+      c10::toString(math.wire_dtype));
+  impl_->math = math;
+}
+
 const std::vector<MatrixParam>& SoapPlan::params() const {
   return impl_->params;
 }

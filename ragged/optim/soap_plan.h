@@ -86,6 +86,9 @@ class SoapPlan {
   /// One step; `pieces` in the order of the parameters, `states` in that of matrices(). Collective over the shard
   /// group: twice a bucket that has cut matrices.
   void step(std::span<const SoapPiece> pieces, std::span<const SoapState> states, const StepScale& scale = {});
+  /// Of the steps to come, for schedules: betas, eps and precondition_frequency. Roots stay, though they were chosen by
+  /// another frequency. Ranks must agree. Throws InvalidArgument as check() does, and where another value differs.
+  void set_math(const SoapMath& math);
 
   const std::vector<MatrixParam>& params() const;
   const std::vector<ParamMatrix>& matrices() const;

@@ -1,8 +1,9 @@
-"""What AdamW, AdamW8bit and Muon share: options and their checks, states that exist from construction, loading that
-casts nothing, and the frame of a step. The arithmetic is C++ (ragged/optim); who does what is in the subclasses.
+"""What AdamW, AdamW8bit, Muon and SOAP share: options and their checks, states that exist from construction, loading
+that casts nothing, and the frame of a step. The arithmetic is C++ (ragged/optim); who does what is in the subclasses.
 
 [Note: states]
-A parameter's state is `self.state[p]`: tensors of the parameter's own placement and a 0-dim fp32 `step`. It is made
+A parameter's state is `self.state[p]`: tensors of the parameter's own placement (of SOAP whole on one rank, see [Note:
+states on their root] in soap.py) and a 0-dim fp32 `step`. It is made
 when the optimizer is, on every rank and for empty pieces too, so that all ranks have the same keys and
 torch.distributed.checkpoint, which loads in place, finds something to load into. A parameter that doesn't require a
 gradient has none until it does. Loading copies into these tensors: dtypes stay what the options say, and codes of 8-bit
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from ragged_fsdp import _C
 from ragged_fsdp.optim.errors import refuse
 from ragged_fsdp.optim.pieces import local_of
+from ragged_fsdp.optim.table import table
 from ragged_fsdp.params import replaced_by_unit
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.tensor import distribute_tensor
@@ -60,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
     operation = "optim"
+    decides_states: frozenset[str] = frozenset()  # options that a checkpoint doesn't give back: states are made by then
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: str) -> None:
         if nonfinite not in NONFINITE:
@@ -197,6 +200,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "changed; nonfinite='skip' leaves such steps out."
             )
         return False
+
+    def table(self) -> str:
+        """What is kept of each parameter: optimizer, format, bytes on this rank, a line for all layers that are alike.
+        Text, for print(). Not collective."""
+        self._make_all_states()
+        return table(self)
 
     # ---- state dicts ----
 
