@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from support.optim import whole as gathered
 from support.ranks import run_threads
 
-from ragged_fsdp import _C, checkpoint, fully_shard
-from ragged_fsdp.optim import AdamW, AdamW8bit, Muon, muon_groups, tile_rows
+from ragged_fsdp import _C, checkpoint, distribute_tensor, fully_shard
+from ragged_fsdp.optim import SOAP, AdamW, AdamW8bit, Muon, muon_groups, tile_rows
 
 pytest.importorskip("safetensors")
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "train_llama.py"
@@ -127,6 +127,12 @@ MAKE = {
     "adamw": lambda model: AdamW(model.named_parameters()),
     "adamw8bit": lambda model: AdamW8bit(model.named_parameters(), embeddings="embed_tokens|lm_head"),
     "muon": lambda model: Muon(muon_groups(model.named_parameters())),
+    "normuon": lambda model: Muon(muon_groups(model.named_parameters()), normuon=True, momentum_format="power"),
+    "soap": lambda model: SOAP(muon_groups(model.named_parameters())),
+}
+ARGUMENTS = {
+    "normuon": ["--optimizer.kind=muon", "--optimizer.normuon=true", "--optimizer.momentum_format=power"],
+    "soap": ["--optimizer.kind=soap", "--optimizer.precondition_frequency=2"],
 }
 
 
@@ -168,13 +174,13 @@ def pass_through(rank, world, kind, source, target):
 @pytest.mark.parametrize("kind", MAKE)
 def test_the_package_loads_the_commands_checkpoint_and_the_command_resumes_the_packages(tmp_path, kind):
     # 112 x 40: as large as AdamW8bit asks for.
-    options = [f"--optimizer.kind={kind}", "--train.steps=6", "--checkpoint.keep=0", "--model.feed_forward=112"]
+    options = [*ARGUMENTS.get(kind, [f"--optimizer.kind={kind}"]), "--train.steps=6", "--checkpoint.keep=0", "--model.feed_forward=112"]
     source = train(tmp_path, 2, *options)
     unbroken = whole_tensors(source.with_name("step-6"))
     run_threads(3, pass_through, kind, source, tmp_path / "package")
     ours = tmp_path / "package" / "step-3"
     assert_same(whole_tensors(ours), whole_tensors(source))
-    assert (kind == "adamw8bit") == any(name.endswith(".codes") for name in whole_tensors(ours))
+    assert (kind in ("adamw8bit", "normuon")) == any(name.endswith(".codes") for name in whole_tensors(ours))
 
     verified = subprocess.run([str(COMMAND), "inspect", "--verify", str(ours)], capture_output=True, text=True)
     assert verified.returncode == 0 and "verified: all" in verified.stdout, verified.stdout + verified.stderr
@@ -182,3 +188,50 @@ def test_the_package_loads_the_commands_checkpoint_and_the_command_resumes_the_p
 
     train(tmp_path, 2, *options, f"--checkpoint.resume={ours}", "--run.dir=resumed")
     assert_same(whole_tensors(tmp_path / "resumed" / "checkpoints" / "step-6"), unbroken)
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------------------
+
+
+def steps_of_the_package(rank, world, folders):
+    """From the command's first checkpoint on, each step with the gradients that the command had. Its first moments are
+    its gradients where beta1 is 0, clip factor and all."""
+    model = llama()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SOAP(
+        muon_groups(model.named_parameters()), lr=1e-2, betas=(0.0, 0.95), weight_decay=0.1, precondition_frequency=2,
+        adamw_betas=(0.0, 0.95),
+    )  # fmt: skip
+    loaded = checkpoint.load(folders[0], model, optimizer, restore_options=False)
+    assert loaded.step == 1
+    vectors = {id(param) for param in model.parameters() if param.ndim < 2}  # what `ragged train` doesn't decay
+    seen = []
+    for folder in folders[1:]:
+        after = whole_tensors(folder)
+        for name, param in model.named_parameters():
+            grad = after[f"state.{name}.exp_avg"]
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            if id(param) not in vectors:
+                seen.append((name, gathered(param), after[name]))
+            for key, value in optimizer.state[param].items():
+                if key != "step":
+                    seen.append((f"{name} {key}", gathered(value), after[f"state.{name}.{key}"]))
+    return seen
+
+
+def test_soap_steps_have_the_bits_of_the_commands(tmp_path):
+    folder = train(
+        tmp_path, 3, "--optimizer.kind=soap", "--optimizer.precondition_frequency=2", "--optimizer.betas=[0.0, 0.95]",
+        "--train.steps=6", "--train.warmup=0", "--train.lr=1e-2", "--train.min_lr_ratio=1", "--checkpoint.every=1",
+        "--checkpoint.keep=0", "--model.feed_forward=112",
+    )  # fmt: skip
+    folders = [folder.with_name(f"step-{step}") for step in range(1, 7)]
+    for world in (1, 2, 4):
+        for seen in run_threads(world, steps_of_the_package, folders):
+            for name, got, want in seen:
+                assert torch.equal(got, want), name
+            assert any(name.endswith("Q_L") for name, _, _ in seen)

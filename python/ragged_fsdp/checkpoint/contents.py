@@ -90,7 +90,10 @@ class Stepped:
         return "momentum" if key == "momentum_buffer" else key
 
     def _format(self, key: str) -> str:
-        if not isinstance(self.optimizer, ShardedOptimizer) or not key.endswith(("_codes", "_scales")):
+        # One for a parameter, as in ragged/optim: NorMuon's rows have that of the codes beside them.
+        if not isinstance(self.optimizer, ShardedOptimizer) or key == "master":
+            return ""
+        if not any(each.endswith("_codes") for each in self.state):
             return ""
         return f"{self.group.get('format') or self.group['momentum_format']} 32x32"
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ragged_fsdp import _C
 from ragged_fsdp.optim.errors import refuse
-from ragged_fsdp.optim.pieces import local_of
+from ragged_fsdp.optim.pieces import dtype_name, local_of
 from ragged_fsdp.optim.table import table
 from ragged_fsdp.params import replaced_by_unit
 from ragged_fsdp.placement import RaggedShard
@@ -62,14 +62,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
     operation = "optim"
-    decides_states: frozenset[str] = frozenset()  # options that a checkpoint doesn't give back: states are made by then
+    # Options that a checkpoint doesn't give back: states are made by then.
+    decides_states = frozenset({"state_dtype", "master_weights", "format", "state_format"})
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: str) -> None:
         if nonfinite not in NONFINITE:
             refuse(self.operation, f"nonfinite to be one of {NONFINITE}", repr(nonfinite), "Correct the option.")
         self.nonfinite = nonfinite
         self.nonfinite_steps = 0  # skipped or raised for
-        super().__init__(params, defaults)
+        super().__init__(params, _with_names(defaults))
 
     # ---- for subclasses ----
 
@@ -94,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         position = len(self.param_groups)
         if isinstance(param_group, dict):
             self._check_keys(param_group)
-            param_group = self._complete(dict(param_group))
+            param_group = _with_names(self._complete(dict(param_group)))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -279,6 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            group.update(_with_names(group))
         if incoming is not None:
             self._copy_in(*incoming)
             self._after_load()
@@ -295,6 +297,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _copy(tensor, fresh[key])
         for key, value in others.items():
             self.state[key] = value
+
+
+def _with_names(options: dict[str, Any]) -> dict[str, Any]:
+    """state_dtype by name: torch's full state dicts take no torch.dtype in a group."""
+    given = options.get("state_dtype")
+    return {**options, "state_dtype": dtype_name(given)} if isinstance(given, torch.dtype) else options
 
 
 def _lie_alike(grad: torch.Tensor, param: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from ragged_fsdp.mesh import communicator_of
 from ragged_fsdp.optim import adam
 from ragged_fsdp.optim.base import ParamsT, ShardedOptimizer
 from ragged_fsdp.optim.errors import refuse
-from ragged_fsdp.optim.pieces import like, local_of
+from ragged_fsdp.optim.pieces import DTYPES, like, local_of
 from ragged_fsdp.params import unit_number
 from ragged_fsdp.placement import Interval, RaggedShard, shard_interval
 
@@ -152,7 +152,7 @@ class MatrixOptimizer(ShardedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         adam.check_rates(self.operation, group)
-        if group["state_dtype"] not in (torch.float32, torch.bfloat16):
+        if group["state_dtype"] not in DTYPES:
             refuse(self.operation, "state_dtype float32 or bfloat16", group["state_dtype"], "Correct the option.")
         if group["algorithm"] == "adamw":
             adam.check_options(self.operation, group)
@@ -177,7 +177,7 @@ class MatrixOptimizer(ShardedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         if group["algorithm"] == "adamw":
-            return adam.new_state(param, name, group["state_dtype"], group["master_weights"])
+            return adam.new_state(param, name, DTYPES[group["state_dtype"]], group["master_weights"])
         state = self._new_matrix_state(group, param, name)
         if group["master_weights"] and param.dtype != torch.float32:
             state["master"] = like(param, torch.float32)

@@ -16,11 +16,10 @@ from ragged_fsdp.optim import adam
 from ragged_fsdp.optim.base import ParamsT
 from ragged_fsdp.optim.errors import refuse
 from ragged_fsdp.optim.matrices import MatrixOptimizer, Together, matrix_groups
-from ragged_fsdp.optim.pieces import like, local_of, rows_like, tile_scales_like
+from ragged_fsdp.optim.pieces import DTYPES, like, local_of, rows_like, tile_scales_like
 
 KELLER = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 muon_groups = matrix_groups
 
@@ -64,7 +63,7 @@ class Muon(MatrixOptimizer):
     only_matrices = frozenset({"momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "normuon",
                                "row_beta2", "momentum_format", "splits", "flatten"})  # fmt: skip
     only_adamw = frozenset({"betas"})
-    decides_states = frozenset({"normuon", "momentum_format", "splits", "flatten"})
+    decides_states = MatrixOptimizer.decides_states | {"normuon", "momentum_format", "splits", "flatten"}
 
     def __init__(
         self,
@@ -118,8 +117,8 @@ class Muon(MatrixOptimizer):
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             refuse(self.operation, "adjust_lr_fn None, 'original' or 'match_rms_adamw'", repr(group["adjust_lr_fn"]),
                    "Fold another factor into the lr of a group.")  # fmt: skip
-        if group["momentum_format"] not in (None, *_DTYPES, *adam.FORMATS):
-            refuse(self.operation, f"momentum_format to be one of {(*_DTYPES, *adam.FORMATS)}",
+        if group["momentum_format"] not in (None, *DTYPES, *adam.FORMATS):
+            refuse(self.operation, f"momentum_format to be one of {(*DTYPES, *adam.FORMATS)}",
                    repr(group["momentum_format"]), "Leave it out for that of state_dtype.")  # fmt: skip
         _check_coefficients(group["ns_coefficients"])
         if group["eps"] != EPS:
@@ -134,7 +133,7 @@ class Muon(MatrixOptimizer):
             }
             local_of(state["momentum_codes"]).fill_(_C.zero_code(format, True))
         else:
-            state = {"momentum_buffer": like(param, _DTYPES.get(format, group["state_dtype"]))}
+            state = {"momentum_buffer": like(param, DTYPES[format or group["state_dtype"]])}
         if group["normuon"]:
             state["row_exp_avg_sq"] = rows_like(param, group["flatten"])
         return state

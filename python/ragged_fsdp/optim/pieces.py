@@ -27,6 +27,7 @@ from ragged_fsdp.optim.errors import refuse
 from ragged_fsdp.tensor import RaggedTensor
 
 TILE = 32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of states, by the names that options have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,11 @@ def place_of(tensor: torch.Tensor) -> Place:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece as it lies in memory, sharing it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in DTYPES, or torch's."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
 
 
 def like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

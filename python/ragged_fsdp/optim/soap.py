@@ -82,7 +82,7 @@ class SOAP(MatrixOptimizer):
     numbers_matrices = True
     only_matrices = frozenset({"precondition_frequency", "max_precondition_dim", "splits", "flatten"})
     only_adamw = frozenset({"state_dtype"})
-    decides_states = frozenset({"max_precondition_dim", "splits", "flatten"})
+    decides_states = MatrixOptimizer.decides_states | {"max_precondition_dim", "splits", "flatten"}
 
     def __init__(
         self,

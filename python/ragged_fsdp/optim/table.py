@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragged_fsdp.optim.pieces import TILE, local_of
+from ragged_fsdp.optim.pieces import TILE, dtype_name, local_of
 
 if TYPE_CHECKING:
     from ragged_fsdp.optim.base import ShardedOptimizer
-
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def table(optimizer: ShardedOptimizer) -> str:
@@ -51,5 +49,4 @@ def _form(kind: str, group: dict[str, Any], param: torch.Tensor, state: dict[str
     if any(key.endswith("_codes") for key in state):
         rows = param.shape[0] if group.get("flatten") else param.shape[-2]
         return f"{group.get('format') or group['momentum_format']} 32x32", f"{min(TILE, rows)} rows"
-    dtype = next(iter(state.values())).dtype
-    return _NAMES.get(dtype, str(dtype)), "matrix" if kind == "soap" else "element"
+    return dtype_name(next(iter(state.values())).dtype), "matrix" if kind == "soap" else "element"
