@@ -203,14 +203,15 @@ class SoapPlan:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         steps: Sequence[int],
-        states: Sequence[Sequence[Tensor | None]],
+        rooted: Sequence[tuple[int, Sequence[Tensor | None]]],
         lr: float,
         weight_decay: float,
         grad_scale: float,
         /,
     ) -> None:
         """In place; a parameter without gradient is untouched. Collective. steps: how many each parameter has taken,
-        this one included; states: by matrix L, R, Q_L, Q_R, exp_avg and exp_avg_sq, on its root alone."""
+        this one included; rooted: number of a matrix and its L, R, Q_L, Q_R, exp_avg and exp_avg_sq, of those whose
+        root this rank is and whose parameter has a gradient."""
 
     def matrices(self) -> list[tuple[int, int, int, int, bool]]:
         """As soap_roots() has them."""
@@ -371,6 +372,7 @@ class ParamGroup:
     requires_all_reduce: bool
     reshard_after_forward: bool
     reshard_after_backward: bool
+    is_behind: bool
     reshards_when_unheld: bool
     gradient_divide_factor: float | None
 

@@ -7,6 +7,13 @@
 // gathers moved up by the prefetch depth: AG n, AG n-1, RS n, AG n-2, ... Hooks only move a cursor: everything up
 // to their entry is issued, in order, whether this rank used it or not, and the sweep at the end of backward moves
 // the cursor to the end. Every rank that ran the same unit calls in forward issues the same sequence.
+//
+// [Note: what lies behind the inner units]
+// A unit with units inside is reduced at the end of its backward, which begins before theirs: meanwhile the head's
+// gradient would lie there whole. So what it holds behind its last inner unit may be a bucket of its own
+// (ParamGroup::is_behind), which is reduced when backward enters the first of them. Should a gradient come after all
+// (the head is tied to something before), ranks learn so from the used-flags that they exchange at the end, reduce what
+// came, and leave the bucket to the end from then on.
 #pragma once
 
 #include <span>
@@ -30,10 +37,11 @@ struct UnitTraits {
   bool reshard_after_backward = true;
   bool gathers_in_backward = true;  // false: backward needs no values of its parameters (an embedding's)
   bool resident = false;            // its image is there when backward begins
+  bool reduces_behind = false;      // see [Note: what lies behind the inner units]
   std::vector<int> prefetch{};      // units whose gathers come with its own, instead of the next `prefetch` ones
 };
 
-enum class IssueKind { kGather, kReduce, kReshard };
+enum class IssueKind { kGather, kReduce, kReduceBehind, kReshard };
 
 struct Issue {
   IssueKind kind = IssueKind::kGather;
@@ -50,6 +58,16 @@ struct IssueList {
   /// Where the entries of the outermost call's end begin: everything before belongs to what it called.
   int tail = 0;
 };
+
+/// Backward enters or leaves a unit call, in the order in which it will.
+struct BackwardStep {
+  bool begins = true;
+  int call = 0;
+  int unit = 0;
+};
+
+/// Forward's events the other way round, less what needs no backward.
+std::vector<BackwardStep> backward_steps(std::span<const ForwardEvent> events);
 
 /// A unit called several times reduces once, after the call that backward reaches last.
 IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);

@@ -28,12 +28,13 @@ bool RuntimeUnit::trains() const {
 
 Runtime::Runtime(
     std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions runtime_options, const Runtime* shares)
-    : options(runtime_options),
+    : options(runtime_options.on(groups.device)),
       units_(std::move(units)),
       subtree_trains_(units_.size(), 0),
       groups_(std::move(groups)),
       pending_reductions_(units_.size(), 0),
-      unreduced_(units_.size(), 0) {
+      unreduced_(units_.size(), 0),
+      behind_reduced_(units_.size(), 0) {
   if (shares) {
     pool_ = shares->pool_;
     gather_stream_ = shares->gather_stream_;
@@ -44,40 +45,41 @@ Runtime::Runtime(
       gather_stream_ = c10::impl::VirtualGuardImpl(groups_.device.type()).getStreamFromGlobalPool(groups_.device);
     }
   }
-  pool_->set_free_slots(options.free_slots);
+  pool_->set_free_slots(*options.free_slots);
   make_slots();
 }
 
 Runtime::~Runtime() = default;
 
 void Runtime::set_options(const RuntimeOptions& value) {
-  pool_->set_free_slots(value.free_slots);
-  options = value;
+  const RuntimeOptions chosen = value.on(groups_.device);
+  pool_->set_free_slots(*chosen.free_slots);
+  options = chosen;
 }
 
 // See [Note: slots]: units without descendants share classes, the others have their own.
 void Runtime::make_slots() {
   std::vector<int> parents;
   for (const RuntimeUnit& unit : units_) parents.push_back(unit.parent);
-  const std::vector<char> is_ancestor = ancestors(parents);
+  is_ancestor_ = ancestors(parents);
   Index leaf_image = 0;
   Index leaf_reduce = 0;
   Index staging = 0;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
       staging = std::max(staging, group->staging_bytes());
-      if (is_ancestor[u]) continue;
+      if (is_ancestor_[u]) continue;
       leaf_reduce = std::max(leaf_reduce, group->reduce_bytes());
       if (group->reshard_after_forward) leaf_image = std::max(leaf_image, group->image_bytes());
     }
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
-      const bool shares_image = !is_ancestor[u] && group->reshard_after_forward;
+      const bool shares_image = !is_ancestor_[u] && group->reshard_after_forward;
       group->set_slots(
           {.pool = pool_,
            .image = pool_->add_class(buffer::SlotUse::kImage, shares_image ? leaf_image : group->image_bytes()),
-           .reduce = pool_->add_class(buffer::SlotUse::kReduce, is_ancestor[u] ? group->reduce_bytes() : leaf_reduce),
+           .reduce = pool_->add_class(buffer::SlotUse::kReduce, is_ancestor_[u] ? group->reduce_bytes() : leaf_reduce),
            .staging = pool_->add_class(buffer::SlotUse::kStaging, staging),
            .gradient = pool_->add_class(buffer::SlotUse::kGradient, group->gradient_bytes()),
            .kept = pool_->add_class(buffer::SlotUse::kImage, group->kept_bytes()),
@@ -315,6 +317,11 @@ void Runtime::reshard(int index) {
   for (const auto& group : unit(index).groups) group->reshard();
 }
 
+void Runtime::unshard_again(int index) {
+  if (!backward_is_running()) return;
+  for (const auto& group : unit(index).groups) group->unshard_again();
+}
+
 StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
   std::vector<UnitForecastInput> inputs;
   std::vector<int> parents;
@@ -328,7 +335,8 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
           {.plan = &group->plan(),
            .param_bytes = static_cast<Index>(c10::elementSize(group->spec().param_dtype)),
            .reduce_bytes = static_cast<Index>(c10::elementSize(group->spec().reduce_dtype)),
-           .gathers_from_masters = group->gathers_from_masters()});
+           .gathers_from_masters = group->gathers_from_masters(),
+           .is_behind = group->is_behind});
     }
     inputs.push_back(input);
     parents.push_back(unit.parent);
@@ -336,9 +344,10 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
   return forecast_step(
       inputs, module_order_events(parents),
       {.rank = groups_.shard.rank(),
-       .backward_prefetch = options.backward_prefetch,
+       .backward_prefetch = *options.backward_prefetch,
        .forward_prefetch = options.forward_prefetch,
-       .overlap_reductions = options.overlap_reductions,
+       .overlap_reductions = *options.overlap_reductions,
+       .drops_unheld = options.free_slots == buffer::FreeSlots::kReturn,
        .micro_batches = micro_batches,
        .sync_each_micro_batch = sync_each});
 }
