@@ -10,7 +10,7 @@ namespace {
 using MaybeTensors = std::vector<std::optional<at::Tensor>>;
 
 optim::SoapState state_of(const MaybeTensors& tensors) {
-  RAGGED_CHECK(tensors.size() == 6, "[soap] Expected six tensors or none a matrix, but got {}.", tensors.size());
+  RAGGED_CHECK(tensors.size() == 6, "[soap] Expected six tensors a matrix, but got {}.", tensors.size());
   const auto at = [&](std::size_t i) { return tensors[i].value_or(at::Tensor()); };
   return {
       .left = at(0), .right = at(1), .left_basis = at(2), .right_basis = at(3), .exp_avg = at(4), .exp_avg_sq = at(5)};
@@ -18,8 +18,8 @@ optim::SoapState state_of(const MaybeTensors& tensors) {
 
 void step(
     optim::SoapPlan& plan, const std::vector<at::Tensor>& params, const MaybeTensors& grads,
-    const std::vector<std::int64_t>& steps, const std::vector<MaybeTensors>& matrices, double lr, double weight_decay,
-    double grad_scale) {
+    const std::vector<std::int64_t>& steps, const std::vector<std::pair<std::size_t, MaybeTensors>>& rooted, double lr,
+    double weight_decay, double grad_scale) {
   std::vector<optim::SoapPiece> pieces;
   for (std::size_t i = 0; i < params.size(); ++i) {
     pieces.push_back(
@@ -29,8 +29,8 @@ void step(
          .weight_decay = weight_decay,
          .step = steps[i]});
   }
-  std::vector<optim::SoapState> states;
-  for (const MaybeTensors& tensors : matrices) states.push_back(state_of(tensors));
+  std::vector<optim::SoapState> states(plan.matrices().size());
+  for (const auto& [matrix, tensors] : rooted) states.at(matrix) = state_of(tensors);
   plan.step(pieces, states, {.grad = grad_scale});
   // Parameters are written through pointers; states by torch's own operations, which count.
   for (const optim::SoapPiece& piece : pieces) {

@@ -373,6 +373,7 @@ class ParamGroup:
     reshard_after_forward: bool
     reshard_after_backward: bool
     is_behind: bool
+    gradients_over_weights: bool
     reshards_when_unheld: bool
     gradient_divide_factor: float | None
 

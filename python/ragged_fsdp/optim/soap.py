@@ -12,6 +12,7 @@ that lies elsewhere, since an option has changed, moves when the plan is made.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class _Matrix:
     columns: int
     mesh_dim: int | None  # of the shard group; none: this process has all of it
     root: int  # rank of the shard group that holds the states
+    is_here: bool  # this one
 
     def key(self, state: str) -> str:
         return state if self.number is None else f"{state}_{self.number}"
@@ -50,6 +52,12 @@ class _Matrix:
             if size <= max_precondition_dim:
                 found |= {side: (size, size), f"Q_{side}": (size, size)}
         return found | {moment: (self.rows, self.columns) for moment in ("exp_avg", "exp_avg_sq")}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    core: Any  # _C.SoapPlan
+    rooted: list[tuple[int, _Matrix]]  # (number in the plan, matrix) of those whose states are here
 
 
 class SOAP(MatrixOptimizer):
@@ -133,13 +141,14 @@ class SOAP(MatrixOptimizer):
 
     def _keep(self, together: Together, found: Sequence[Any]) -> list[_Matrix]:
         """The matrices of these parameters, in the plan's order."""
-        counts = [sum(index == each[0] for each in found) for index in range(len(together.params))]
+        counts = collections.Counter(each[0] for each in found)
         by_param: list[list[_Matrix]] = [[] for _ in together.params]
         matrices = []
+        mesh_dim = together.shard[1] if together.shard else None
+        rank = together.shard[0].get_local_rank(mesh_dim) if together.shard else 0
         for index, rows, columns, root, _ in found:
             number = len(by_param[index]) if counts[index] > 1 else None
-            mesh_dim = together.shard[1] if together.shard else None
-            matrix = _Matrix(together.params[index], number, rows, columns, mesh_dim, root)
+            matrix = _Matrix(together.params[index], number, rows, columns, mesh_dim, root, root == rank)
             by_param[index].append(matrix)
             matrices.append(matrix)
         self._matrices.update(zip(together.params, by_param, strict=True))
@@ -168,7 +177,7 @@ class SOAP(MatrixOptimizer):
             "wire_dtype": self._wire_dtype,
         }
 
-    def _make_plan(self, group: dict[str, Any], together: Together) -> Any:
+    def _make_plan(self, group: dict[str, Any], together: Together) -> _Plan:
         shard, replicate = together.communicators()
         plan = _C.SoapPlan(
             **together.arguments,
@@ -177,8 +186,9 @@ class SOAP(MatrixOptimizer):
             shard=shard,
             replicate=replicate,
         )
-        self._to_roots(self._keep(together, plan.matrices()))
-        return plan
+        matrices = self._keep(together, plan.matrices())
+        self._to_roots(matrices)
+        return _Plan(plan, [(i, matrix) for i, matrix in enumerate(matrices) if matrix.is_here])
 
     @torch.no_grad()
     def _to_roots(self, matrices: Sequence[_Matrix]) -> None:
@@ -193,35 +203,21 @@ class SOAP(MatrixOptimizer):
 
     # ---- the step ----
 
-    def _step_plan(self, plan: Any, group: dict[str, Any], params: Sequence[torch.Tensor], scale: float) -> None:
+    def _step_plan(self, plan: _Plan, group: dict[str, Any], params: Sequence[torch.Tensor], scale: float) -> None:
         work = self._operands(params)
         counts = [self.state[param]["step"] for param in params if param.grad is not None]
         steps = [int(self.state[p]["step"]) + 1 if p.grad is not None else 1 for p in params]
-        of_matrices = [self._states_here(params[each[0]], number) for each, number in _numbered(plan.matrices())]
-        plan.set_math(**self._math(group))
+        rooted = [(i, self._states_of(matrix)) for i, matrix in plan.rooted if matrix.param.grad is not None]
+        plan.core.set_math(**self._math(group))
         rates = (float(group["lr"]), float(group["weight_decay"]))
-        plan.step(work.values, work.grads, steps, of_matrices, *rates, scale)
+        plan.core.step(work.values, work.grads, steps, rooted, *rates, scale)
         torch._foreach_add_(counts, 1.0)
         work.finish()
 
-    def _states_here(self, param: torch.Tensor, number: int) -> list[torch.Tensor | None]:
-        """Those of the parameter's matrix of this number, where this rank is its root."""
-        matrix, state = self._matrices[param][number], self.state.get(param, {})
-        found: list[torch.Tensor | None] = []
-        for key in map(matrix.key, _ORDER):
-            local = local_of(state[key]) if key in state else None
-            found.append(local.view(state[key].shape) if local is not None and local.numel() else None)
-        return found
+    def _states_of(self, matrix: _Matrix) -> list[torch.Tensor | None]:
+        state = self.state[matrix.param]
+        found = (state.get(matrix.key(key)) for key in _ORDER)
+        return [None if each is None else local_of(each).view(each.shape) for each in found]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_wire_dtype": self._wire_dtype, "_matrices": {}}
-
-
-def _numbered(matrices: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Each with its number among those of its parameter."""
-    seen: dict[int, int] = {}
-    found = []
-    for each in matrices:
-        found.append((each, seen.get(each[0], 0)))
-        seen[each[0]] = found[-1][1] + 1
-    return found
