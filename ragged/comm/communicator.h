@@ -79,6 +79,9 @@ class Communicator {
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).
   Index staging_numel(const ReduceScatter& args) const;
+  /// Whether reduce_scatter() moves addends as they are and sums them in fp32 after that, so that addends of a narrower
+  /// dtype give the bits of the same ones widened before.
+  bool sums_after_transfer(std::span<const plan::Segment> segments) const;
 
   /// In place.
   Work all_reduce_sum(const at::Tensor& tensor, std::string_view unit) const;

@@ -37,8 +37,10 @@ void Runtime::activate(const Record& record) {
     if (issue.kind == IssueKind::kReduce) ++pending_reductions_[static_cast<std::size_t>(issue.unit)];
   }
   active_.push_back(record);
+  for (const int called : record->call_units) ++active_calls_[static_cast<std::size_t>(called)];
   if (backward_open_) return;
   backward_open_ = true;
+  backward_task_ = ag::get_current_graph_task_id();
   const auto token = std::make_shared<char>();
   backward_alive_ = token;
   ag::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
@@ -83,6 +85,8 @@ void Runtime::gradient_ready(int index, int group_index, int param, ParamGroup::
       "unit's parameters only inside its forward, and let outputs that lead to the loss be returned from it.",
       group.plan().params[static_cast<std::size_t>(param)].name, u.name,
       active_.empty() ? "outside a backward of the root" : "after the unit was reduced", groups_.rank);
+  group.may_overwrite =
+      active_calls_[static_cast<std::size_t>(index)] == 1 && ag::get_current_graph_task_id() == backward_task_;
   if (event == ParamGroup::GradientEvent::kComplete) group.take_gradient(param);
 }
 
@@ -99,7 +103,11 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
       case IssueKind::kReduce:
         --pending_reductions_[static_cast<std::size_t>(issue.unit)];
         unreduced_[static_cast<std::size_t>(issue.unit)] = true;
-        if (unit(issue.unit).groups.front()->requires_gradient_sync) issue_reduction(issue.unit, Part::kAll);
+        if (unit(issue.unit).groups.front()->requires_gradient_sync) {
+          issue_reduction(issue.unit, Part::kAll);
+        } else {
+          for (const auto& group : unit(issue.unit).groups) group->keep_unreduced();
+        }
         break;
       case IssueKind::kReduceBehind:
         if (unit(issue.unit).groups.front()->requires_gradient_sync) issue_reduction(issue.unit, Part::kBehind);
@@ -144,6 +152,7 @@ void Runtime::sweep() {
   }
   if (is_last_backward) publish_gradients();
   active_.clear();
+  std::fill(active_calls_.begin(), active_calls_.end(), 0);
   backward_open_ = false;
   while (!open_.empty() && open_.back().recomputes) open_.pop_back();  // recomputations that stopped early
 }
@@ -244,6 +253,7 @@ void Runtime::reset() {
   std::fill(unreduced_.begin(), unreduced_.end(), 0);
   std::fill(behind_reduced_.begin(), behind_reduced_.end(), 0);
   active_.clear();
+  std::fill(active_calls_.begin(), active_calls_.end(), 0);
   reduced_.clear();
   scattering_ = -1;
   all_reducing_ = -1;
