@@ -131,7 +131,7 @@ class Trainer {
 class Sharded : public Trainer {
  public:
   Sharded(Model model, const comm::RankEnv& env, bool bf16, double lr, bool over_weights)
-      : world_(comm::World::connect(env)), model_(std::move(model)) {
+      : world_(comm::World::connect(env)), model_(std::move(model)), lr_(lr) {
     fsdp::FullyShardOptions options;
     options.groups = world_.groups(layout::Mesh::shard(world_.size()));
     if (bf16) options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
@@ -139,7 +139,6 @@ class Sharded : public Trainer {
     std::vector<std::shared_ptr<fsdp::Unit>> layers;
     for (Module* layer : model_.layers) layers.push_back(fsdp::fully_shard(*layer, options));
     root_ = fsdp::fully_shard(*model_.root, options);
-    adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr, .weight_decay = 0.0});
   }
   at::Tensor forward_backward(const at::Tensor& data) override {
     const at::Tensor loss = model_.loss(root_.get(), data);
@@ -147,6 +146,8 @@ class Sharded : public Trainer {
     return loss.detach();
   }
   void update() override {
+    // Not before the caller has let its whole tensors go.
+    if (!adamw_) adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr_, .weight_decay = 0.0});
     adamw_->step();
     root_->zero_grad();
   }
@@ -155,6 +156,7 @@ class Sharded : public Trainer {
   comm::World world_;
   Model model_;
   std::shared_ptr<fsdp::Unit> root_;
+  double lr_;
   std::unique_ptr<optim::AdamW> adamw_;
 };
 

@@ -203,12 +203,14 @@ void Runtime::publish_gradients() {
       used.insert(used.end(), own.begin(), own.end());
     }
     // And one flag a group that was reduced early: gradients came after that.
-    const std::size_t num_used = used.size();
-    for (const ParamGroup* group : together) {
-      used.push_back(static_cast<char>(group->is_behind && group->requires_gradient_sync && group->has_unreduced()));
+    std::vector<ParamGroup*> behind;
+    for (ParamGroup* group : together) {
+      if (!group->is_behind) continue;
+      behind.push_back(group);
+      used.push_back(static_cast<char>(group->requires_gradient_sync && group->has_unreduced()));
     }
     exchange_used(together, used);
-    reduce_latecomers(together, used.data() + num_used);
+    reduce_latecomers(behind, used.data() + (used.size() - behind.size()));
     const char* flags = used.data();
     for (ParamGroup* group : together) {
       group->publish(flags);
