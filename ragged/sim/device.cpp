@@ -42,7 +42,8 @@ std::vector<Device> presets() {
       .ranks_per_node = 1 << 20,
       .node_bandwidth = 1e9,
       .network_bandwidth = 1e9,
-      .latency = 200e-6};
+      .latency = 200e-6,
+      .sums_after_transfer = true};
   return {a100, cpu, h100, h200, h800};
 }
 

@@ -22,6 +22,9 @@ struct Device {
   double bandwidth_efficiency = 0.72;  // of both, in collectives
   double latency = 20e-6;              // seconds a collective
   double hop_latency = 3e-6;           // seconds for each further node in the ring
+  /// Gradients travel in the dtype they were computed in, and are summed in the reductions' after that, as on Gloo. Of
+  /// the preset "cpu" and of files over it.
+  bool sums_after_transfer = false;
 };
 
 /// Names of the presets.

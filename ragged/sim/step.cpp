@@ -67,7 +67,9 @@ class CostModel {
     cost.forward_seconds = std::max(forward / rate, read);
     cost.backward_seconds = std::max((recomputes ? 3 : 2) * forward / rate, 2 * read);
     const Index trainable = kind.plan.image_numel(kind.plan.num_trainable_segments());
-    cost.reduce = static_cast<double>(trainable) * request_.reduce_bytes;
+    const double addend = request_.device.sums_after_transfer ? std::min(request_.param_bytes, request_.reduce_bytes)
+                                                              : request_.reduce_bytes;
+    cost.reduce = static_cast<double>(trainable) * addend;
     const double shard = static_cast<double>(kind.plan.local_numel(fullest_rank()));
     cost.gradients = shard * 4;
     for (const Segment& segment : kind.plan.segments) {
@@ -79,8 +81,7 @@ class CostModel {
       const auto elements = static_cast<double>(segment.numel);
       cost.gather_seconds +=
           gather_seconds(request_.device, elements * request_.param_bytes, plan_.request.ranks, roots);
-      cost.reduce_seconds +=
-          gather_seconds(request_.device, elements * request_.reduce_bytes, plan_.request.ranks, roots);
+      cost.reduce_seconds += gather_seconds(request_.device, elements * addend, plan_.request.ranks, roots);
     }
     cost.all_reduce_seconds =
         all_reduce_seconds(request_.device, shard * request_.reduce_bytes, request_.replicas, plan_.request.ranks);

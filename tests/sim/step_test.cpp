@@ -64,6 +64,19 @@ TEST(Step, images_and_traffic_are_those_of_the_runtimes_forecast) {
   }
 }
 
+TEST(Step, gradients_that_are_summed_after_they_travelled_travel_as_computed) {
+  const ModelPlan plan = planned("llama-3.2-1b", 8);
+  StepRequest request{.device = slow()};
+  const StepResult widened = simulate_step(plan, request);
+  request.device.sums_after_transfer = true;
+  const StepResult as_computed = simulate_step(plan, request);
+  EXPECT_EQ(2 * as_computed.reduced_bytes, widened.reduced_bytes);
+  EXPECT_EQ(2 * as_computed.peak_reduce, widened.peak_reduce);
+  EXPECT_EQ(as_computed.gathered_bytes, widened.gathered_bytes);
+  request.reduce_bytes = 2;
+  EXPECT_EQ(simulate_step(plan, request).reduced_bytes, as_computed.reduced_bytes);
+}
+
 TEST(Step, what_a_step_takes_it_gives_back) {
   for (const char* model : {"gpt2-124m", "llama-3.2-1b", "qwen3-30b-a3b-perexpert"}) {
     for (const Checkpointing checkpointing : {Checkpointing::kNone, Checkpointing::kFull}) {
