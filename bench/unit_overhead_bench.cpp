@@ -1,6 +1,6 @@
 // Host time that sharding adds to a step: many tiny units, so that nothing else is left. 64 units of one 64 x 64 linear
-// layer with bias, batch 8, fp32. World 1 against the same model unsharded; world 2 beside the raw collectives that
-// such a step can't do without.
+// layer with bias, batch 8, fp32. World 1 against the same model unsharded; worlds 2 and 4 beside the raw collectives
+// that such a step can't do without, and with units merged into one collective by more and more bytes.
 #include <ctime>
 
 #include <ATen/ATen.h>
@@ -42,13 +42,14 @@ struct Stack : torch::nn::Module, fsdp::Shardable {
 };
 
 struct Sharded {
-  Sharded(comm::World& world) : model(std::make_shared<Stack>()) {
+  explicit Sharded(comm::World& world, std::optional<Index> merge_bytes = {}) : model(std::make_shared<Stack>()) {
     fsdp::FullyShardOptions options;
     options.groups = world.groups(layout::Mesh::shard(world.size()));
     options.reshard_after_forward = true;
     std::vector<std::shared_ptr<fsdp::Unit>> units;
     for (const auto& layer : model->layers) units.push_back(fsdp::fully_shard(*layer, options));
     root = fsdp::fully_shard(*model, options);
+    root->set_runtime_options({.merge_bytes = merge_bytes});
     adamw = std::make_unique<optim::AdamW>(root, optim::AdamWOptions{});
   }
   void forward_backward(const at::Tensor& x) {
@@ -99,10 +100,12 @@ void world_of_one(Rank& rank, int rounds) {
   print_row("the same in CPU time, mean", ((end - middle) - (middle - start)) / rounds);
 }
 
-void world_of_two(Rank& rank, int rounds) {
-  Sharded sharded(rank.world);
+void world_of_several(Rank& rank, int rounds) {
+  const std::vector<Index> merges{0, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20};
+  std::vector<std::unique_ptr<Sharded>> sharded;
+  for (const Index bytes : merges) sharded.push_back(std::make_unique<Sharded>(rank.world, bytes));
   const at::Tensor x = at::ones({8, kWidth}).requires_grad_(true);
-  const plan::BucketPlan& plan = *sharded.root->units()[1]->plan();
+  const plan::BucketPlan& plan = *sharded.front()->root->units()[1]->plan();
   const plan::Segment& segment = plan.segments.at(0);
   c10d::ProcessGroup& group = *rank.world.all().process_group();
   const at::Tensor image = at::zeros({segment.numel});
@@ -115,22 +118,33 @@ void world_of_two(Rank& rank, int rounds) {
       compat::reduce_scatter(group, shard, image, {})->wait();
     }
   };
-  const auto run_step = [&] {
-    sharded.forward_backward(x);
-    sharded.adamw->step();
-  };
   Stack plain;
   const auto run_plain = [&] {
     for (const at::Tensor& param : plain.parameters()) param.mutable_grad().reset();
     plain.forward(x).backward();
   };
-  const std::vector<double> times = time_in_turns(rank, rounds, {run_raw, run_step, run_plain});
+  std::vector<std::function<void()>> runs{run_raw, run_plain};
+  for (const auto& model : sharded) {
+    runs.emplace_back([&x, model = model.get()] {
+      model->forward_backward(x);
+      model->adamw->step();
+    });
+  }
+  const std::vector<double> times = time_in_turns(rank, rounds, runs);
   if (!rank.is_first()) return;
-  fmt::print("world 2, microseconds a unit and step (median of {} steps)\n", rounds);
+  fmt::print("world {}, microseconds a unit and step (median of {} steps)\n", rank.world.size(), rounds);
   print_row("raw c10d: two all-gathers and a reduce-scatter, in turn", times[0]);
-  print_row("unsharded: forward, backward, on both ranks at once", times[2]);
-  print_row("sharded: forward, backward, AdamW", times[1]);
-  fmt::print("  {:<58} {:>9.2f}\n", "sharded over (raw + unsharded)", times[1] / (times[0] + times[2]));
+  print_row("unsharded: forward, backward, on all ranks at once", times[1]);
+  print_row("sharded: forward, backward, AdamW, each unit by itself", times[2]);
+  for (std::size_t i = 1; i < merges.size(); ++i) {
+    const comm::Traffic traffic = sharded[i]->root->stats().traffic;
+    print_row(
+        fmt::format(
+            "  merged by {} KiB, {} collectives a step", merges[i] >> 10,
+            (traffic.all_gathers + traffic.reduce_scatters) / (rounds + 2))
+            .c_str(),
+        times[i + 2]);
+  }
 }
 
 }  // namespace
@@ -139,5 +153,7 @@ void world_of_two(Rank& rank, int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 50;
   ragged::bench::run_rank_threads(1, [&](auto& rank) { ragged::bench::world_of_one(rank, rounds); });
-  ragged::bench::run_rank_threads(2, [&](auto& rank) { ragged::bench::world_of_two(rank, rounds); });
+  for (const int world : {2, 4}) {
+    ragged::bench::run_rank_threads(world, [&](auto& rank) { ragged::bench::world_of_several(rank, rounds); });
+  }
 }

@@ -7,10 +7,14 @@
 // gathers moved up by the prefetch depth: AG n, AG n-1, RS n, AG n-2, ... Hooks only move a cursor: everything up
 // to their entry is issued, in order, whether this rank used it or not, and the sweep at the end of backward moves
 // the cursor to the end. Every rank that ran the same unit calls in forward issues the same sequence.
+// Where several units go into one collective (merge.h), their gathers come together at the first one's place, and their
+// reductions wait for the last one's.
 #pragma once
 
 #include <span>
 #include <vector>
+
+#include "ragged/fsdp/merge.h"
 
 namespace ragged::fsdp {
 
@@ -31,6 +35,8 @@ struct UnitTraits {
   bool gathers_in_backward = true;  // false: backward needs no values of its parameters (an embedding's)
   bool resident = false;            // its image is there when backward begins
   std::vector<int> prefetch{};      // units whose gathers come with its own, instead of the next `prefetch` ones
+  MergeTraits gather{};
+  MergeTraits reduction{};
 };
 
 enum class IssueKind { kGather, kReduce, kReshard };
@@ -39,6 +45,8 @@ struct Issue {
   IssueKind kind = IssueKind::kGather;
   int unit = 0;
   int call = 0;  // index of the unit call in forward order
+  /// The next entry of this kind goes into the same collective. Of gathers that one comes next in the list.
+  bool with_next = false;
   friend bool operator==(const Issue&, const Issue&) = default;
 };
 
@@ -51,7 +59,9 @@ struct IssueList {
   int tail = 0;
 };
 
-/// A unit called several times reduces once, after the call that backward reaches last.
-IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);
+/// A unit called several times reduces once, after the call that backward reaches last. `merge_bytes`: what a merged
+/// collective may move at most; 0: every unit goes by itself. What lies in the tail does in any case.
+IssueList build_issue_list(
+    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch, Index merge_bytes = 0);
 
 }  // namespace ragged::fsdp

@@ -134,6 +134,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// next gather is theirs alone. The group's ranks must be consecutive in the shard group.
   void reshard_to_small_group();
   void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
+  bool has_small_group() const { return small_group_.size() > 1; }
 
   // --- gradients ---
   enum class GradientEvent {
@@ -171,6 +172,14 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void finish_scatter();
   /// Waits for all of it.
   void finish_reduction();
+
+  // --- several groups in one collective: see [Note: merged collectives] in merge.h ---
+  // On a CPU, in one shard group of at least two ranks that communicates by Gloo; at least two groups, none twice.
+  /// unshard() of groups that are sharded and have one dtype of image. wait_for_unshard() of any waits for all.
+  static void unshard_together(std::span<ParamGroup* const> groups);
+  /// issue_reduction() of groups that reduce, in one dtype, and have no replicas. Their reduce buffers are free again
+  /// when it returns; finish_scatter() of any waits for all.
+  static void reduce_together(std::span<ParamGroup* const> groups);
   /// The last reduction is in the gradient shard; false where the sum over replicas is postponed.
   bool result_is_ready() const { return result_is_ready_; }
   /// By parameter: this rank had a gradient in the reductions since the last publish(). As bytes, for an all-reduce.
@@ -219,11 +228,14 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
     buffer::DBuffer* target = nullptr;
     bool all_reducing = false;
     bool scattered = false;
+    bool packed = false;  // out of the reduce buffer, which may hold other gradients by now
   };
 
   bool has_fresh_part(std::int64_t version) const;
   comm::Work gather_from_small_group();
   void gather_by_front();
+  void check_has_values() const;
+  Reduction begin_reduction(buffer::DBuffer::ReduceOptions& options);
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);

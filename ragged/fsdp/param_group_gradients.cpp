@@ -125,20 +125,26 @@ double ParamGroup::divide_factor() const {
   return gradient_divide_factor.value_or(spec_.groups.shard.size() * spec_.groups.replicate.size());
 }
 
-void ParamGroup::issue_reduction() {
+// What comes before the collective: the reduce buffer is whole, and it is decided where the sum goes.
+ParamGroup::Reduction ParamGroup::begin_reduction(DBuffer::ReduceOptions& options) {
   result_is_ready_ = false;
   if (front_ && !unpublished_) take_foreign_gradients();
   unpublished_ = true;
   RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
-  comm::ProfilerRange range("ragged::reduce", spec_.name);
   if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
   std::vector<char> filled(slot_states_.size());
   for (std::size_t i = 0; i < filled.size(); ++i) filled[i] = slot_states_[i] != SlotState::kEmpty;
   reduce_->zero_unfilled(filled, counters);
   for (std::size_t i = 0; i < filled.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled[i]);
-  DBuffer::ReduceOptions options;
   Reduction reduction;
   reduction.target = &reduction_target(options);
+  return reduction;
+}
+
+void ParamGroup::issue_reduction() {
+  comm::ProfilerRange range("ragged::reduce", spec_.name);
+  DBuffer::ReduceOptions options;
+  Reduction reduction = begin_reduction(options);
   const Index staging_numel = reduce_->staging_numel(spec_.groups.shard, *reduction.target, options);
   at::Tensor staging;
   if (staging_numel > 0) {
@@ -157,8 +163,10 @@ void ParamGroup::finish_scatter() {
   reduction_->work.wait();
   reduction_->scattered = true;
   reduction_->staging = {};
-  reduce_->detach();
-  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
+  if (!reduction_->packed) {
+    reduce_->detach();
+    std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
+  }
   if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
   reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
   reduction_->all_reducing = true;

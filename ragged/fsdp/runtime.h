@@ -25,6 +25,7 @@
 
 #include "ragged/fsdp/forecast.h"
 #include "ragged/fsdp/forward_record.h"
+#include "ragged/fsdp/merge.h"
 #include "ragged/fsdp/param_group.h"
 #include "ragged/fsdp/tensor_refs.h"
 
@@ -100,6 +101,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void make_slots();
   void begin_forward();
   void end_forward();
+  void gather_in_forward(int unit);
   void prefetch_forward(int unit);
   bool needs_backward(int unit, const TensorRefs& inputs) const;
   void mark_call(OpenCall& open, const TensorRefs& inputs);
@@ -113,12 +115,22 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void activate(const Record& record);
   void advance(ForwardRecord& record, int target, bool skip_gathers = false);
   void issue_reduction(int unit);
+  void finish_units(const std::vector<int>& units);
   void sweep();
   void publish_gradients();
   void exchange_used(const std::vector<ParamGroup*>& groups, std::vector<char>& used) const;
   bool backward_is_running() const { return backward_open_ && !backward_alive_.expired(); }
   bool backward_failed() const { return backward_open_ && backward_alive_.expired(); }
   ParamGroup::GradientReady gradient_hook(int unit, int group);
+
+  // --- several units in one collective (runtime_merge.cpp) ---
+  Index merge_limit() const;
+  MergeTraits gather_merge(const RuntimeUnit& unit) const;
+  MergeTraits reduce_merge(const RuntimeUnit& unit) const;
+  bool is_small(MergeTraits traits) const { return traits.kind >= 0 && traits.bytes <= merge_limit(); }
+  void unshard_in_order(int unit, std::size_t position);
+  void unshard_together(const std::vector<int>& units);
+  void issue_collected_reductions();
 
   std::vector<RuntimeUnit> units_;
   std::vector<char> subtree_trains_;
@@ -143,6 +155,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue
   int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;
+  std::vector<int> collected_;  // units that are reduced with the next one in the list
+  std::vector<int> merged_;     // units whose common reduce-scatter is in flight
 };
 
 }  // namespace ragged::fsdp
