@@ -60,7 +60,8 @@ struct PackedReduceScatter {
     bool accumulate = false;
   };
   std::vector<Part> parts;
-  Index bytes = 0;  // of the images that were packed, for traffic()
+  Index bytes = 0;                       // of the images that were packed, for traffic()
+  std::shared_ptr<const void> memory{};  // dropped once the work was waited for; c10d may hold its tensors for longer
 };
 
 /// Cheap to copy; copies share counters. Default-constructed: a group of one, which moves nothing.
@@ -96,7 +97,7 @@ class Communicator {
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).
   Index staging_numel(const ReduceScatter& args) const;
   /// One uneven all-to-all and sums in rank order, with the bits of reduce_scatter() where that goes the same way. At
-  /// least two ranks. Keeps packed and staging until the work was waited for.
+  /// least two ranks.
   Work reduce_scatter(const PackedReduceScatter& args, std::string_view unit) const;
 
   /// In place.

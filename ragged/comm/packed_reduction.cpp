@@ -50,13 +50,14 @@ Work Communicator::reduce_scatter(const PackedReduceScatter& args, std::string_v
     return compat::all_to_all(*state_->group, args.staging, args.packed.narrow(0, 0, sent), receive, send, within);
   });
   const at::Tensor own = args.packed.narrow(0, sent, mine);
-  work.on_complete([received = args.staging, own, parts = args.parts, rank = rank(), size = size()] {
-    BelowAutograd below;
-    for (const PackedReduceScatter::Part& part : parts) {
-      const SumInRankOrder sum{.scale = part.scale, .accumulate = part.accumulate};
-      sum_in_rank_order(addends_of(received, own, part, rank, size), part.shard, sum);
-    }
-  });
+  work.on_complete(
+      [received = args.staging, own, parts = args.parts, rank = rank(), size = size(), memory = args.memory] {
+        BelowAutograd below;
+        for (const PackedReduceScatter::Part& part : parts) {
+          const SumInRankOrder sum{.scale = part.scale, .accumulate = part.accumulate};
+          sum_in_rank_order(addends_of(received, own, part, rank, size), part.shard, sum);
+        }
+      });
   state_->traffic.reduced_bytes += args.bytes;
   ++state_->traffic.reduce_scatters;
   return work;
