@@ -428,7 +428,12 @@ void bind_runtime(py::module_& module) {
       .def(
           "set_unshard_in_backward",
           [](Runtime& runtime, int unit, bool value) { runtime.unit(unit).unshard_in_backward = value; })
-      .def("set_static_use", [](Runtime& runtime, bool value) { runtime.options.static_use = value; });
+      .def("set_static_use", [](Runtime& runtime, bool value) { runtime.options.static_use = value; })
+      .def("set_merge_bytes", [](Runtime& runtime, std::optional<Index> bytes) {
+        fsdp::RuntimeOptions options = runtime.options;
+        options.merge_bytes = bytes;
+        runtime.set_options(options);
+      });
 }
 
 }  // namespace

@@ -86,6 +86,6 @@ struct RuntimeOptions {
 };
 
 /// Measured: docs/where_time_goes.md, "Small units".
-inline constexpr Index kMergeBytes = 256 << 10;
+inline constexpr Index kMergeBytes = 512 << 10;
 
 }  // namespace ragged::fsdp
