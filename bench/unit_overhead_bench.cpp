@@ -132,6 +132,13 @@ void world_of_several(Rank& rank, int rounds) {
       model.adamw->step();
     };
   };
+  for (Sharded* model : {&alone, &merged}) step_of (*model)();  // the first forward doesn't know yet what comes next
+  const auto collectives = [](const Sharded& model) {
+    const comm::Traffic traffic = model.root->stats().traffic;
+    return traffic.all_gathers + traffic.reduce_scatters;
+  };
+  const Index first_alone = collectives(alone);
+  const Index first_merged = collectives(merged);
   const std::vector<double> times = time_in_turns(rank, rounds, {run_raw, run_plain, step_of(alone), step_of(merged)});
   if (!rank.is_first()) return;
   fmt::print("world {}, microseconds a unit and step (median of {} steps)\n", rank.world.size(), rounds);

@@ -18,7 +18,7 @@ using comm::BelowAutograd;
 
 // In errors, profiles and the order check.
 std::string name_of(std::span<ParamGroup* const> groups) {
-  return fmt::format("{} and {} more", groups.front()->name(), groups.size() - 1);
+  return fmt::format("{} to {}, {} units", groups.front()->name(), groups.back()->name(), groups.size());
 }
 
 // Memory for packed bytes. The sizes that are asked for change with what merges, so they are rounded up: a few classes
