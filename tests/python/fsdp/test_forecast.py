@@ -83,7 +83,7 @@ def _trained(merge_bytes):
 
 def _merged_and_alone():
     alone, *collectives = _trained(0)
-    for merge_bytes in (256, None):
+    for merge_bytes in (2048, None):
         merged, *fewer = _trained(merge_bytes)
         assert all(torch.equal(a, b) for a, b in zip(alone, merged, strict=True))
         assert all(few < many for few, many in zip(fewer, collectives, strict=True)), (fewer, collectives)
