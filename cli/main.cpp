@@ -53,7 +53,7 @@ void add_step_options(CLI::App& command, ragged::cli::SimulateArguments& step) {
   command.add_option("--device", step.device, "a100, cpu, h100, h200, h800, or a JSON file")->capture_default_str();
   command.add_option("--tokens", step.tokens, "tokens a rank and step")->capture_default_str();
   command.add_option("--sequence", step.sequence, "tokens that attend to each other; 0: --tokens, at most 8192");
-  command.add_option("--optimizer", step.optimizer, "adamw, adamw-bf16, adamw8bit, muon or sgd")->capture_default_str();
+  command.add_option("--optimizer", step.optimizer, "adamw, adamw-bf16, adamw8bit, muon, soap or sgd")->capture_default_str();
   command.add_option("--checkpointing", step.checkpointing, "of activations: none or full")->capture_default_str();
   command.add_option("--reduce-dtype", step.reduce_dtype, "of gradients on the wire")->capture_default_str();
 }

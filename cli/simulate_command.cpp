@@ -42,7 +42,8 @@ void run_simulate(const SimulateArguments& arguments) {
       {.ranks = shard,
        .policy = {.rows = layout.rows, .flat = layout.flat_rows},
        .layers_per_bucket = layout.layers_per_bucket,
-       .ragged_blocks = layout.ragged_blocks});
+       .ragged_blocks = layout.ragged_blocks,
+       .with_soap = request.optimizer == sim::Optimizer::kSoap});
   const sim::StepResult result = sim::simulate_step(plan, request);
   if (!layout.svg.empty()) write_file(layout.svg, sim::step_svg(plan, request, result));
   if (!arguments.trace.empty()) write_file(arguments.trace, sim::step_trace(result));

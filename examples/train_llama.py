@@ -166,12 +166,12 @@ def make_optimizer(model: Llama, config: SimpleNamespace, name: str) -> torch.op
     """Any of torch's, since parameters are DTensors, or one that knows how they are cut. Norms aren't pulled towards
     zero."""
     lr, betas, eps = config.train.lr, tuple(config.optimizer.betas), config.optimizer.eps
-    if name == "muon":  # hidden matrices; the rest gets AdamW in the same step and at the same rate
-        groups = ragged_fsdp.optim.muon_groups(model.named_parameters())
-        return ragged_fsdp.optim.Muon(
-            groups, lr=lr, weight_decay=config.optimizer.weight_decay, adjust_lr_fn="match_rms_adamw",
-            adamw_betas=betas, adamw_eps=eps,
-        )  # fmt: skip
+    if name in ("muon", "soap"):  # hidden matrices; the rest gets AdamW in the same step and at the same rate
+        groups = ragged_fsdp.optim.matrix_groups(model.named_parameters())
+        options = {"lr": lr, "weight_decay": config.optimizer.weight_decay, "adamw_betas": betas, "adamw_eps": eps}
+        if name == "soap":
+            return ragged_fsdp.optim.SOAP(groups, betas=betas, eps=eps, **options)
+        return ragged_fsdp.optim.Muon(groups, adjust_lr_fn="match_rms_adamw", **options)
     params = list(model.named_parameters())
     groups = [
         {"params": [(name, p) for name, p in params if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
@@ -446,7 +446,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", help="a TOML file as for `ragged train`; default: the defaults")
     parser.add_argument("--stock", action="store_true", help="shard with torch.distributed.fsdp instead")
-    optimizers = ("stock", "adamw", "adamw8bit", "muon")
+    optimizers = ("stock", "adamw", "adamw8bit", "muon", "soap")
     parser.add_argument("--optimizer", choices=optimizers, default="stock", help="torch's AdamW, or one of ours")
     args, overrides = parser.parse_known_args()
     if args.stock and args.optimizer == "adamw8bit":

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,12 +102,24 @@ class Operations(TorchDispatchMode):
         tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in args[:2]]
         entry = self.collectives.setdefault(name.strip("_"), [0, 0])
         entry[0] += 1
+        numels = [sum(leaf.numel() for leaf in each) for each in tensors]
+        if name == "alltoall_base_" and sends_nothing_to_itself(args):
+            # Of two ranks: what one keeps isn't given to the call, and is what comes in for it.
+            entry[1] += sum(map(nbytes, tensors))
+            self.reduced_elements += sum(numels)
+            return
         # The root of a scatter names its slice once a rank.
         entry[1] += nbytes(tensors[0]) if name == "scatter_" else max(map(nbytes, tensors))
         if name in REDUCTIONS:
-            self.reduced_elements += max(sum(leaf.numel() for leaf in each) for each in tensors)
+            self.reduced_elements += max(numels)
         if name in REDUCE_SCATTERS:
             self._reduced_into.add(tensors[0])
+
+
+def sends_nothing_to_itself(args: Any) -> bool:
+    """Of alltoall_base_'s arguments: output, input, group, and how many elements come from and go to each rank."""
+    group, counts = dist.ProcessGroup.unbox(args[2]), args[3:5]
+    return group.size() == 2 and all(each and each[group.rank()] == 0 for each in counts)
 
 
 def report_memory(on: bool) -> None:

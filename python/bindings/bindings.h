@@ -13,6 +13,7 @@ void bind_init(py::module_& module);
 void bind_fsdp(py::module_& module);
 void bind_optim(py::module_& module);
 void bind_muon(py::module_& module);
+void bind_soap(py::module_& module);
 void bind_checkpoint(py::module_& module);
 
 }  // namespace ragged::python

@@ -351,6 +351,8 @@ void bind_group(py::module_& module) {
       .def_readwrite("requires_all_reduce", &ParamGroup::requires_all_reduce)
       .def_readwrite("reshard_after_forward", &ParamGroup::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &ParamGroup::reshard_after_backward)
+      .def_readwrite("is_behind", &ParamGroup::is_behind)
+      .def_readwrite("reshards_when_unheld", &ParamGroup::reshards_when_unheld)
       .def_readwrite("gradient_divide_factor", &ParamGroup::gradient_divide_factor)
       .def("set_all_reduce_hook", [](ParamGroup& group, std::optional<py::function> hook) {
         if (!hook) {
@@ -385,18 +387,14 @@ void bind_runtime(py::module_& module) {
   py::class_<Runtime, std::shared_ptr<Runtime>>(module, "Runtime")
       .def(
           py::init([](std::vector<fsdp::RuntimeUnit> units, const comm::MeshGroups& groups,
-                      const std::shared_ptr<Runtime>& shares, int backward_prefetch, bool overlap_reductions,
-                      bool keep_buffers) {
-            return std::make_shared<Runtime>(
-                std::move(units), groups,
-                fsdp::RuntimeOptions{
-                    .backward_prefetch = backward_prefetch,
-                    .overlap_reductions = overlap_reductions,
-                    .free_slots = keep_buffers ? buffer::FreeSlots::kKeep : buffer::FreeSlots::kReturn},
-                shares.get());
+                      const std::shared_ptr<Runtime>& shares) {
+            return std::make_shared<Runtime>(std::move(units), groups, fsdp::RuntimeOptions{}, shares.get());
           }),
-          py::arg("units"), py::arg("groups"), py::arg("shares") = nullptr, py::arg("backward_prefetch") = 1,
-          py::arg("overlap_reductions") = true, py::arg("keep_buffers") = true)
+          py::arg("units"), py::arg("groups"), py::arg("shares") = nullptr)
+      .def_property_readonly(
+          "gives_memory_back",
+          [](const Runtime& runtime) { return runtime.options.free_slots == buffer::FreeSlots::kReturn; },
+          "Whether what nobody needs goes back to the allocator, images of units around others included.")
       .def(
           "pre_forward",
           [](Runtime& runtime, int unit, std::vector<at::Tensor> tensors) {
@@ -414,6 +412,7 @@ void bind_runtime(py::module_& module) {
       .def("unshard", &Runtime::unshard, ReleaseGil())
       .def("wait_for_unshard", &Runtime::wait_for_unshard, ReleaseGil())
       .def("reshard", &Runtime::reshard, ReleaseGil())
+      .def("unshard_again", &Runtime::unshard_again, ReleaseGil())
       .def("finish_backward", &Runtime::finish_backward, ReleaseGil())
       .def("reset", &Runtime::reset, ReleaseGil())
       .def("reset_peaks", [](Runtime& runtime) { runtime.pool().reset_peaks(); })

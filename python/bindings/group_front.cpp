@@ -122,6 +122,11 @@ void PythonFront::release_gradients() {
   });
 }
 
+// What Python code keeps (a closure, an attribute of a custom function's context) counts for the object alone.
+Index PythonFront::num_holders(int param) const {
+  return with_gil([&] { return Index{entries_[static_cast<std::size_t>(param)].python.unsharded.ref_count()}; });
+}
+
 void PythonFront::published(const std::vector<Published>& gradients) {
   with_gil([&] {
     const py::str local_name("_local_tensor");

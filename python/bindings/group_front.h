@@ -42,6 +42,7 @@ class PythonFront : public fsdp::GroupFront {
   Gradient gradient(int param) const override;
   at::Tensor foreign_gradient(int param) override;
   void release_gradients() override;
+  Index num_holders(int param) const override;
   void published(const std::vector<Published>& gradients) override;
 
   /// Another object took the sharded parameter's place (load_state_dict(assign=True), module.to()).

@@ -42,5 +42,6 @@ PYBIND11_MODULE(_C, module) {
   ragged::python::bind_fsdp(module);
   ragged::python::bind_optim(module);
   ragged::python::bind_muon(module);
+  ragged::python::bind_soap(module);
   ragged::python::bind_checkpoint(module);
 }

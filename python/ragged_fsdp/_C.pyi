@@ -118,6 +118,8 @@ class MuonPlan:
         num_steps: int,
         ns_dtype: torch.dtype,
         wire_dtype: torch.dtype,
+        normuon: bool,
+        row_beta2: float,
         share_replicas: bool,
         buckets_in_flight: int,
         shard: Communicator,
@@ -129,12 +131,16 @@ class MuonPlan:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         momenta: Sequence[Tensor],
+        momentum_scales: Sequence[Tensor | None],
+        row_exp_avg_sqs: Sequence[Tensor | None],
         lr: float,
         weight_decay: float,
+        momentum_format: str,
         grad_scale: float,
         /,
     ) -> None:
-        """In place; a parameter without gradient is untouched. Collective."""
+        """In place; a parameter without gradient is untouched. Collective. Scales, in this format, where momenta are
+        codes; row_exp_avg_sqs where the plan is NorMuon's."""
 
     def matrices(self) -> list[tuple[int, int, int, int, bool]]:
         """(parameter, rows, columns, root, whether the root holds all of it)."""
@@ -144,6 +150,75 @@ class MuonPlan:
     @property
     def loads(self) -> list[float]:
         """Cost by rank, in floating-point operations."""
+
+# ---- soap.cpp ----
+
+def soap_roots(
+    names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    held: Sequence[Sequence[_Pair]],
+    splits: Sequence[int],
+    buckets: Sequence[int],
+    flatten: bool,
+    precondition_frequency: int,
+    max_precondition_dim: int,
+    ranks: int,
+) -> list[tuple[int, int, int, int, bool]]:
+    """(parameter, rows, columns, root, whether the root holds all of it) of each matrix. Nothing is sent."""
+
+class SoapPlan:
+    """Who holds which matrix's states, and what travels: see ragged_fsdp.optim.SOAP."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        held: Sequence[Sequence[_Pair]],
+        splits: Sequence[int],
+        buckets: Sequence[int],
+        flatten: bool,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        precondition_frequency: int,
+        max_precondition_dim: int,
+        wire_dtype: torch.dtype,
+        buckets_in_flight: int,
+        shard: Communicator,
+        replicate: Communicator,
+    ) -> None: ...
+    def set_math(
+        self,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        precondition_frequency: int,
+        max_precondition_dim: int,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        """Of the steps to come; the last two stay what they are."""
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        steps: Sequence[int],
+        rooted: Sequence[tuple[int, Sequence[Tensor | None]]],
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+        /,
+    ) -> None:
+        """In place; a parameter without gradient is untouched. Collective. steps: how many each parameter has taken,
+        this one included; rooted: number of a matrix and its L, R, Q_L, Q_R, exp_avg and exp_avg_sq, of those whose
+        root this rank is and whose parameter has a gradient."""
+
+    def matrices(self) -> list[tuple[int, int, int, int, bool]]:
+        """As soap_roots() has them."""
+
+    @property
+    def loads(self) -> list[float]:
+        """Share of all operations plus share of all state, by rank."""
 
 # ---- checkpoint.cpp ----
 
@@ -297,6 +372,9 @@ class ParamGroup:
     requires_all_reduce: bool
     reshard_after_forward: bool
     reshard_after_backward: bool
+    is_behind: bool
+    gradients_over_weights: bool
+    reshards_when_unheld: bool
     gradient_divide_factor: float | None
 
     def __init__(
@@ -418,15 +496,13 @@ class Runtime:
     """The units of one root, the root first, and what happens when. Units are named by their index."""
 
     is_last_backward: bool
+    gives_memory_back: bool
 
     def __init__(
         self,
         units: Sequence[RuntimeUnit],
         groups: MeshGroups,
         shares: Runtime | None = None,
-        backward_prefetch: int = 1,
-        overlap_reductions: bool = True,
-        keep_buffers: bool = True,
     ) -> None: ...
     def pre_forward(self, unit: int, tensors: Sequence[Tensor], /) -> list[Tensor] | None:
         """Gathers; the tensors that replace the inputs, None when none changes."""
@@ -442,6 +518,7 @@ class Runtime:
 
     def wait_for_unshard(self, unit: int, /) -> None: ...
     def reshard(self, unit: int, /) -> None: ...
+    def unshard_again(self, unit: int, /) -> None: ...
     def finish_backward(self) -> None: ...
     def reset(self) -> None:
         """Back to the state before a forward, after an exception."""

@@ -15,7 +15,7 @@ from ragged_fsdp import _C, in_place
 from ragged_fsdp.blocks import Block, ShardPolicy
 from ragged_fsdp.mesh import DataMesh, DataParallelMeshDims, resolve_mesh
 from ragged_fsdp.module import FSDPModule
-from ragged_fsdp.params import collect, make_groups
+from ragged_fsdp.params import collect, make_groups, mark_behind
 from ragged_fsdp.planning import Planning
 from ragged_fsdp.state import RaggedState, state_of
 
@@ -77,8 +77,10 @@ def fully_shard(
     state.offload_policy = offload_policy
     state.reshard_after_forward, small = _checked_reshard(reshard_after_forward, data)
     ignored = set(ignored_params or ())
-    managed = _managed_modules(modules)
+    managed, behind = _managed_modules(modules)
     params = collect(modules, managed, ignored, state)
+    splits = data.device.type == "cpu" and not data.shard.is_stock
+    mark_behind(params, behind, planning.split_bytes if splits else 0)
     _move_to_device(managed, ignored, data.device)
     if dp_mesh_dims is not None and (plain := [param.name for param in params if param.spec is None]):
         raise ValueError(
@@ -113,12 +115,18 @@ def _without_nested(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in dict.fromkeys(modules) if module not in inside]
 
 
-def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """All modules below that belong to this unit: not those that an earlier call took, with what is below them."""
+def _managed_modules(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module], set[nn.Module]]:
+    """All modules below that belong to this unit: not those that an earlier call took, with what is below them. And which of them lie behind the
+    last that an earlier call took, in the order of registration; none where there is no such call."""
     found: dict[nn.Module, None] = {}
+    behind = 0
 
     def visit(module: nn.Module) -> None:
-        if module in found or (module not in modules and state_of(module) is not None):
+        nonlocal behind
+        if module in found:
+            return
+        if module not in modules and state_of(module) is not None:
+            behind = len(found)
             return
         found[module] = None
         for child in module.children():
@@ -126,7 +134,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
 
     for module in modules:
         visit(module)
-    return list(found)
+    return list(found), set(list(found)[behind:] if behind else ())
 
 
 def _checked_reshard(value: bool | int | None, data: DataMesh) -> tuple[bool | None, int]:

@@ -95,7 +95,12 @@ class FSDPModule(_TorchFSDPModule):
         """Accepted: gathers are always asynchronous until their unit waits."""
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Accepted: a pool keeps the memory of images in any case (see BufferPool), and never the values."""
+        """True: on a CPU, where an image's memory goes back once nobody holds its parameters, a unit with units inside (the root) keeps its own
+        to the end of its backward. For regions under activation checkpointing that take such parameters without calling the modules that own
+        them. On other devices the pool keeps the memory in any case."""
+        for state in self._states(recurse):
+            state.keep_image = keep
+            state.push_keep_image()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no values of this module's own parameters (an embedding's) and doesn't gather them."""

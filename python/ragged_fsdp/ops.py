@@ -90,7 +90,8 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         "an op that is defined on ragged pieces (elementwise, whole-tensor reduction, copy, fill, optimizer step)",
         f"{_name(func)} on a RaggedTensor of shape {tuple(tensor.shape)}",
         "Gather first: x.full_tensor() for a plain tensor, or x.redistribute(placements=[Replicate(), ..]) for a "
-        "DTensor.",
+        "DTensor. Where activation checkpointing runs a region again that takes a weight of the root without calling its "
+        "module, set_keep_unsharded_storage(True, recurse=False) on the root keeps it.",
         tensor._spec.mesh,
     )
 

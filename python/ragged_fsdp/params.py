@@ -48,6 +48,7 @@ class ManagedParam:
     unsharded: nn.Parameter = None  # type: ignore[assignment]
     group: ManagedGroup = None  # type: ignore[assignment]
     index: int = 0  # in the group
+    is_behind: bool = False  # of the bucket of what lies behind the unit's inner units
 
     @property
     def ragged(self) -> RaggedShard:
@@ -96,6 +97,19 @@ def collect(modules: Sequence[nn.Module], managed: Iterable[nn.Module], ignored:
             spec, local = (param._spec, param._local_tensor) if isinstance(param, DTensor) else (None, param)
             found[param] = ManagedParam(name, param, [(module, attribute)], tuple(param.shape), tuple(local.shape), spec)
     return list(found.values())
+
+
+def mark_behind(params: list[ManagedParam], behind: set[nn.Module], split_bytes: int) -> None:
+    """Which parameters make a bucket of their own, since they lie in `behind` alone; none if it or the rest had less than `split_bytes`."""
+
+    def size(those: list[ManagedParam]) -> int:
+        return sum(param.original.numel() * param.original.element_size() for param in those)
+
+    lie_behind = [param for param in params if all(module in behind for module, _ in param.places)]
+    rest = [param for param in params if param not in lie_behind]
+    if split_bytes and lie_behind and rest and min(size(lie_behind), size(rest)) >= split_bytes:
+        for param in lie_behind:
+            param.is_behind = True
 
 
 def _check(param: nn.Parameter, name: str, state: Any) -> None:
@@ -164,13 +178,14 @@ def make_groups(
             block = blocks.of_placement(placed, param.local_shape, param.name)
         param_dtype, reduce_dtype = _dtypes(param.original, mp_policy)
         subclass = extensions.is_subclass(param.original)
-        key = (param.original.dtype, param_dtype, reduce_dtype, id(own_mesh.groups), subclass)
+        key = (param.original.dtype, param_dtype, reduce_dtype, id(own_mesh.groups), subclass, param.is_behind)
         group = groups.setdefault(key, ManagedGroup([], own_mesh, param.original.dtype, param_dtype, reduce_dtype, offload, subclass))
         param.index, param.group = len(group.params), group
         group.params.append(param)
         group.blocks.append(blocks.to_args(_raised(block, param)))
     for group in groups.values():
         build_core(group, [_local_value(param.original) for param in group.params], planning)
+        group.core.is_behind = group.params[0].is_behind
         for param in group.params:
             _replace_original(param, state)
         connect(group)

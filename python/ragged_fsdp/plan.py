@@ -86,7 +86,8 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     planning: Planning = Planning(),
 ) -> ModelPlan:
-    """Plans `model` as fully_shard would: each of `units` a bucket, the rest the root's. Pure; no communication.
+    """Plans `model` as fully_shard would: each of `units` a bucket, the rest the root's (two on a CPU, see Planning.split_bytes). Pure; no
+    communication.
 
     units: the modules that fully_shard is to be called on; default: the elements of all ModuleLists. dtype: the narrowest that travels. Raises
     InvalidArgument, naming the parameter, for blocks that don't fit, and for a world size below 1.

@@ -47,6 +47,7 @@ class RaggedState(_State):
         self.manual_finalization = False
         self.static_use = False
         self.merge_bytes: int | None = None
+        self.keep_image = False  # to the end of backward, whether or not anybody holds its parameters
         self.post_optim_event: Any = None
         self._to_run: set[nn.Module] = set()  # modules of a list that this forward hasn't run yet
         self._is_root: bool | None = None
@@ -93,11 +94,12 @@ class RaggedState(_State):
         self._link(root, self, parents)
         self._prepare(states, {module: name for name, module in root.named_modules()})
         units = [state._runtime_unit(parents.get(state, 0)) for state in states]
-        # On a CPU transfers and computation share the cores, so a second image and a second reduce buffer would buy little,
-        # and the allocator hands memory out again for less than it costs to keep it: some percent of a small step.
-        overlaps = self.mesh.device.type != "cpu"
-        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime, int(overlaps), overlaps, keep_buffers=overlaps)
+        runtime = _C.Runtime(units, self.mesh.groups, self._comm_ctx.runtime)
         self._comm_ctx.runtime = runtime
+        if runtime.gives_memory_back:
+            for state in states:
+                if any(parents.get(other) == state.index for other in states if other is not state):
+                    state._watch_own_modules()
         for state in states:
             state._is_root = state is self
             state.runtime = runtime
@@ -105,6 +107,28 @@ class RaggedState(_State):
         self.tree = states
         for state in states:
             state.push_settings()
+
+    def _watch_own_modules(self) -> None:
+        """Of a unit with units inside, whose image may go before its backward ends (see "images that nobody holds" in ragged/fsdp/runtime.h):
+        a module that activation checkpointing runs again asks for it. What the unit's own module does with its parameters nobody sees, so
+        groups with such parameters keep theirs."""
+        watched: set[nn.Module] = set()
+        for group in self.groups:
+            owners = {module for param in group.params for module, _ in param.places}
+            if owners.isdisjoint(self.modules):
+                watched |= owners
+        self.push_keep_image()
+        for module in watched:
+            module.register_forward_pre_hook(self._before_own_module, prepend=True)
+
+    def push_keep_image(self) -> None:
+        for group in self.groups:
+            own = any(module in self.modules for param in group.params for module, _ in param.places)
+            group.core.reshards_when_unheld = not own and not self.keep_image
+
+    def _before_own_module(self, module: nn.Module, args: Any) -> None:
+        if self.runtime is not None:
+            self.runtime.unshard_again(self.index)
 
     def _link(self, module: nn.Module, above: RaggedState, parents: dict[RaggedState, int], seen: set[nn.Module] | None = None) -> None:
         seen = set() if seen is None else seen

@@ -66,9 +66,18 @@ def set_optimizer_state_dict(
             "flatten_optimizer_state_dict=True",
             "Pass the dict that get_optimizer_state_dict returns without flattening.",
         )
-    # State of a parameter has the path ("state", name, key).
-    state = _spread(optim_state_dict, lambda path: parameters.get(path[1]) if len(path) == 3 else None)
-    _torch.set_optimizer_state_dict(model, optimizers, state, options=_sharded(options))
+    listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+    def target_of(path: tuple[Any, ...]) -> Any:
+        # State of a parameter has the path ("state", name, key), and lies as the optimizer's does, or as the parameter.
+        if len(path) != 3 or path[1] not in parameters:
+            return None
+        param = parameters[path[1]]
+        own = (optimizer.state[param].get(path[2]) for optimizer in listed if param in optimizer.state)
+        return next((each for each in own if isinstance(each, DTensor)), param)
+
+    state = _spread(optim_state_dict, target_of)
+    _torch.set_optimizer_state_dict(model, listed, state, options=_sharded(options))
 
 
 def _from_rank0(options: _torch.StateDictOptions | None) -> bool:

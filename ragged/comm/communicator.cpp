@@ -224,9 +224,10 @@ Index Communicator::staging_numel(const ReduceScatter& args) const {
   Index numel = 0;
   for (const Segment& segment : args.segments) {
     const Index owned = segment.owners[static_cast<std::size_t>(rank())].size();
-    if (reduces_by_all_to_all(segment)) {
+    const bool same_dtype = args.image.scalar_type() == args.shard.scalar_type();
+    if (reduces_by_all_to_all(segment) && size() > 2) {
       numel += size() * owned;
-    } else if (args.accumulate || args.image.scalar_type() != args.shard.scalar_type()) {
+    } else if (args.accumulate || !same_dtype) {
       numel += owned;
     }
   }
@@ -258,6 +259,26 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
     const plan::Interval owned = segment.owners[static_cast<std::size_t>(rank())];
     const at::Tensor out = args.shard.narrow(0, local, owned.size());
     local += owned.size();
+    const bool direct = !args.accumulate && args.image.scalar_type() == args.shard.scalar_type();
+    if (reduces_by_all_to_all(segment) && size() == 2) {
+      // Each sends the other's slice and takes what comes into the shard itself; its own stays where it is.
+      const int peer = 1 - rank();
+      const at::Tensor received = direct ? out : all_staging.narrow(0, staged, owned.size());
+      if (!direct) staged += owned.size();
+      const at::Tensor sent = slice(args.image, segment.owners[static_cast<std::size_t>(peer)]);
+      std::vector<int64_t> send(2, 0);
+      std::vector<int64_t> receive(2, 0);
+      send[static_cast<std::size_t>(peer)] = sent.numel();
+      receive[static_cast<std::size_t>(peer)] = owned.size();
+      work.add([&] {
+        return compat::all_to_all(
+            *state_->group, received, sent, receive, send, within<c10d::AllToAllOptions>(state_->deadline));
+      });
+      std::vector<at::Tensor> addends{slice(args.image, owned), received};
+      if (peer == 0) std::swap(addends[0], addends[1]);
+      finishers.push_back([addends, out, sum] { sum_in_rank_order(addends, out, sum); });
+      continue;
+    }
     if (reduces_by_all_to_all(segment)) {
       const at::Tensor staging = all_staging.narrow(0, staged, size() * owned.size());
       staged += staging.numel();
@@ -282,7 +303,6 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
       finishers.push_back([staging, out, sum, ranks = size()] { sum_in_rank_order(staging, ranks, out, sum); });
       continue;
     }
-    const bool direct = !args.accumulate && args.image.scalar_type() == args.shard.scalar_type();
     const at::Tensor target = direct ? out : all_staging.narrow(0, staged, owned.size());
     if (!direct) staged += owned.size();
     work.add([&] {

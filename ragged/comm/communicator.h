@@ -6,9 +6,10 @@
 // Python see them. On NCCL a uniform segment is one all-gather or reduce-scatter on the image itself. Gloo's own
 // all-gather and reduce-scatter copy inside; broadcasts of slices in place and an all-to-all followed by a local sum
 // are faster there from some tens of kilobytes on (docs/benchmarks.md), and the sum runs in rank order in fp32, so
-// its bits depend on nothing but the inputs. Where a gather's own part lies elsewhere, two ranks scatter their slices
-// to both, so that the owner's image has them too. Ragged segments travel as broadcasts from their owners, and reduce
-// by an uneven all-to-all on every backend. `stock` issues what FSDP2 does, for comparison and for tests that count.
+// its bits depend on nothing but the inputs. Two ranks send each other just the other's slice, received where the sum
+// will be. Where a gather's own part lies elsewhere, two ranks scatter their slices to both, so that the owner's image
+// has them too. Ragged segments travel as broadcasts from their owners, and reduce by an uneven all-to-all on every
+// backend. `stock` issues what FSDP2 does, for comparison and for tests that count.
 #pragma once
 
 #include <chrono>

@@ -1,6 +1,7 @@
 #include "ragged/fsdp/forecast.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace ragged::fsdp {
@@ -13,7 +14,7 @@ class StepWalk {
       : units_(units),
         options_(options),
         resident_(units.size(), 0),
-        reducing_(units.size(), 0),
+        reducing_(2 * units.size(), 0),
         filled_(units.size(), 0) {}
 
   void micro_batch(std::span<const ForwardEvent> events, bool is_last) {
@@ -26,32 +27,53 @@ class StepWalk {
            .reduces = unit.reduce_buffer_bytes() > 0,
            .reshard_after_forward = unit.reshard_after_forward,
            .resident = resident_[u] != 0,
+           .reduces_behind = unit.reduces_behind(),
            .gather = unit.gather,
            .reduction = unit.reduction});
     }
     const IssueList list = build_issue_list(events, traits, options_.backward_prefetch, options_.merge_bytes);
     const bool syncs = is_last || options_.sync_each_micro_batch;
+    int cursor = 0;
     std::vector<int> gathered;
     std::vector<int> reduced;
-    for (const Issue& issue : list.issues) {
-      if (issue.kind == IssueKind::kReshard) drop(issue.unit);
-      if (issue.kind == IssueKind::kGather) {
-        gathered.push_back(issue.unit);
-        if (!issue.with_next) gather(std::exchange(gathered, {}));
+    const auto advance = [&](int target) {
+      for (; cursor < target; ++cursor) {
+        const Issue& issue = list.issues[static_cast<std::size_t>(cursor)];
+        if (issue.kind == IssueKind::kGather) {
+          gathered.push_back(issue.unit);
+          if (!issue.with_next) gather(std::exchange(gathered, {}));
+        }
+        if (issue.kind == IssueKind::kReshard) drop(issue.unit);
+        if (issue.kind == IssueKind::kReduceBehind) reduce_behind(issue.unit, syncs);
+        if (issue.kind == IssueKind::kReduce) {
+          collect(issue.unit, syncs);
+          if (syncs) reduced.push_back(issue.unit);
+          if (!issue.with_next) reduce(std::exchange(reduced, {}));
+        }
       }
-      if (issue.kind == IssueKind::kReduce) {
-        collect(issue.unit, syncs);
-        if (syncs) reduced.push_back(issue.unit);
-        if (!issue.with_next) reduce(std::exchange(reduced, {}));
-      }
+    };
+    for (const BackwardStep& step : backward_steps(events)) {
+      if (step.begins && options_.drops_unheld) drop_around(step.unit);
+      const std::vector<int>& targets = step.begins ? list.pre_backward : list.post_backward;
+      advance(targets[static_cast<std::size_t>(step.call)]);
     }
-    in_flight_ = -1;
-    for (std::size_t u = 0; syncs && u < units_.size(); ++u) release_reduce(static_cast<int>(u));
+    advance(static_cast<int>(list.issues.size()));
+    in_flight_.reset();
+    for (int u = 0; syncs && u < static_cast<int>(units_.size()); ++u) {
+      release_reduce({u, false});
+      release_reduce({u, true});
+    }
   }
 
   StepForecast result;
 
  private:
+  /// Of a unit: what lies behind its inner units, or the rest.
+  struct Part {
+    int unit = 0;
+    bool is_behind = false;
+  };
+
   const UnitForecastInput& at(int unit) const { return units_[static_cast<std::size_t>(unit)]; }
 
   void forward(std::span<const ForwardEvent> events) {
@@ -111,6 +133,10 @@ class StepWalk {
     resident = false;
   }
 
+  void drop_around(int unit) {
+    for (int above = at(unit).parent; above >= 0; above = at(above).parent) drop(above);
+  }
+
   // By the time a unit is reduced all its gradients are in its buffer.
   void collect(int unit, bool syncs) {
     char& filled = filled_[static_cast<std::size_t>(unit)];
@@ -121,27 +147,53 @@ class StepWalk {
       }
     }
     filled = !syncs;
-    take_reduce(0);  // the root collects throughout
-    take_reduce(unit);
+    // The root collects throughout; what it has behind its inner units, until backward enters them, and the rest then
+    // when they are done.
+    if (!at(0).reduces_behind()) take_reduce({0, false});
+    take_reduce({unit, false});
+    if (!syncs || !at(unit).reduces_behind()) take_reduce({unit, true});
   }
 
-  // The reduction issued before is complete. Merged ones are out of their buffers at once.
   void reduce(const std::vector<int>& together) {
-    if (together.empty()) return;
-    const bool merges = together.size() > 1;
-    if (in_flight_ >= 0) release_reduce(in_flight_);
-    in_flight_ = options_.overlap_reductions && !merges ? together.front() : -1;
+    if (together.size() == 1) issue({together.front(), false});
+    if (together.size() < 2) return;
+    finish_last();
     for (const int unit : together) {
-      if (unit != in_flight_) release_reduce(unit);
-      for (const GroupForecastInput& group : at(unit).groups) {
-        const int trainable = group.plan->num_trainable_segments();
-        if (group.plan->world_size == 1 || trainable == 0) continue;
-        if (merges) result.copied_bytes += owned_numel(*group.plan, trainable) * group.reduce_bytes;
-        result.reduced_bytes += group.plan->image_numel(trainable) * group.reduce_bytes;
-        ++result.reduces;
-      }
+      release_reduce({unit, false});  // what merges is out of its buffer at once
+      count_reduction({unit, false}, /*merges=*/true);
     }
-    if (merges) result.reduces -= static_cast<int>(together.size()) - 1;
+    result.reduces -= static_cast<int>(together.size()) - 1;
+  }
+
+  void reduce_behind(int unit, bool syncs) {
+    take_reduce({unit, true});
+    if (syncs) issue({unit, true});
+  }
+
+  // The reduction issued before is complete.
+  void finish_last() {
+    if (in_flight_) release_reduce(*in_flight_);
+    in_flight_.reset();
+  }
+
+  void issue(Part part) {
+    finish_last();
+    if (options_.overlap_reductions) {
+      in_flight_ = part;
+    } else {
+      release_reduce(part);
+    }
+    count_reduction(part, /*merges=*/false);
+  }
+
+  void count_reduction(Part part, bool merges) {
+    for (const GroupForecastInput& group : at(part.unit).groups) {
+      const int trainable = group.plan->num_trainable_segments();
+      if (group.is_behind != part.is_behind || group.plan->world_size == 1 || trainable == 0) continue;
+      if (merges) result.copied_bytes += owned_numel(*group.plan, trainable) * group.reduce_bytes;
+      result.reduced_bytes += group.plan->image_numel(trainable) * group.reduce_bytes;
+      ++result.reduces;
+    }
   }
 
   // By all ranks together: the image without the padding between owners.
@@ -152,28 +204,28 @@ class StepWalk {
     return numel;
   }
 
-  void take_reduce(int unit) {
-    char& taken = reducing_[static_cast<std::size_t>(unit)];
-    if (at(unit).groups.empty() || taken) return;
-    taken = true;
-    reduce_ += at(unit).reduce_buffer_bytes();
+  char& taken(Part part) { return reducing_[2 * static_cast<std::size_t>(part.unit) + (part.is_behind ? 1 : 0)]; }
+
+  void take_reduce(Part part) {
+    if (at(part.unit).groups.empty() || taken(part)) return;
+    taken(part) = true;
+    reduce_ += at(part.unit).reduce_buffer_bytes(part.is_behind);
     result.peak_reduce_bytes = std::max(result.peak_reduce_bytes, reduce_);
   }
 
-  void release_reduce(int unit) {
-    char& taken = reducing_[static_cast<std::size_t>(unit)];
-    if (taken) reduce_ -= at(unit).reduce_buffer_bytes();
-    taken = false;
+  void release_reduce(Part part) {
+    if (taken(part)) reduce_ -= at(part.unit).reduce_buffer_bytes(part.is_behind);
+    taken(part) = false;
   }
 
   std::span<const UnitForecastInput> units_;
   const StepOptions& options_;
   std::vector<char> resident_;
-  std::vector<char> reducing_;  // by unit: its reduce buffer is taken
+  std::vector<char> reducing_;  // by unit and part: its reduce buffer is taken
   std::vector<char> filled_;    // by unit: with gradients of an earlier micro-batch
   Index images_ = 0;
   Index reduce_ = 0;
-  int in_flight_ = -1;
+  std::optional<Part> in_flight_;
 };
 
 Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& options) {
@@ -216,9 +268,15 @@ Index UnitForecastInput::image_bytes() const {
 }
 
 Index UnitForecastInput::reduce_buffer_bytes() const {
+  return reduce_buffer_bytes(false) + reduce_buffer_bytes(true);
+}
+
+Index UnitForecastInput::reduce_buffer_bytes(bool is_behind) const {
   Index bytes = 0;
-  for (const GroupForecastInput& group : groups)
+  for (const GroupForecastInput& group : groups) {
+    if (group.is_behind != is_behind) continue;
     bytes += group.plan->image_numel(group.plan->num_trainable_segments()) * group.reduce_bytes;
+  }
   return bytes;
 }
 

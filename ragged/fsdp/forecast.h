@@ -17,6 +17,7 @@ struct GroupForecastInput {
   Index param_bytes = 2;              // bytes an element of the image
   Index reduce_bytes = 4;             // of the reduce buffer
   bool gathers_from_masters = false;  // the image has their dtype: no cast before a gather of several ranks
+  bool is_behind = false;             // see [Note: what lies behind the inner units]
 };
 
 /// One unit as the forecast needs it.
@@ -30,6 +31,8 @@ struct UnitForecastInput {
 
   Index image_bytes() const;
   Index reduce_buffer_bytes() const;  // of the trainable segments
+  Index reduce_buffer_bytes(bool is_behind) const;
+  bool reduces_behind() const { return reduce_buffer_bytes(true) > 0; }
 };
 
 /// Which units have units inside; by index.
@@ -40,6 +43,7 @@ struct StepOptions {
   int backward_prefetch = 1;
   int forward_prefetch = 0;
   bool overlap_reductions = true;
+  bool drops_unheld = false;  // images of units around others go when backward enters those
   Index merge_bytes = 0;
   int micro_batches = 1;
   bool sync_each_micro_batch = false;  // false: reduce in the last one only

@@ -7,39 +7,33 @@
 namespace ragged::fsdp {
 namespace {
 
-// Backward in the order it will come: a call begins where its forward ended, and the other way round.
-struct Step {
-  bool begins = true;
-  int call = 0;
-};
-
 struct Calls {
   std::vector<int> unit;    // by call
   std::vector<char> needs;  // by call
-  std::vector<Step> steps;
+  std::vector<BackwardStep> steps;
 };
 
 Calls reverse(std::span<const ForwardEvent> events) {
   Calls calls;
   std::vector<int> open;
-  std::vector<Step> forward;
+  std::vector<BackwardStep> forward;
   for (const ForwardEvent& event : events) {
     if (event.is_begin) {
       open.push_back(static_cast<int>(calls.unit.size()));
       calls.unit.push_back(event.unit);
       calls.needs.push_back(event.needs_backward);
-      forward.push_back({true, open.back()});
+      forward.push_back({true, open.back(), event.unit});
     } else {
       RAGGED_ASSERT(
           !open.empty() && calls.unit[static_cast<std::size_t>(open.back())] == event.unit,
           "forward events of unit {} aren't nested", event.unit);
-      forward.push_back({false, open.back()});
+      forward.push_back({false, open.back(), event.unit});
       open.pop_back();
     }
   }
   RAGGED_ASSERT(open.empty(), "{} forward events without an end", open.size());
   for (auto it = forward.rbegin(); it != forward.rend(); ++it) {
-    if (calls.needs[static_cast<std::size_t>(it->call)]) calls.steps.push_back({!it->begins, it->call});
+    if (calls.needs[static_cast<std::size_t>(it->call)]) calls.steps.push_back({!it->begins, it->call, it->unit});
   }
   return calls;
 }
@@ -72,6 +66,10 @@ void merge_reductions(IssueList& list, std::span<const UnitTraits> units, Index 
 
 }  // namespace
 
+std::vector<BackwardStep> backward_steps(std::span<const ForwardEvent> events) {
+  return reverse(events).steps;
+}
+
 IssueList build_issue_list(
     std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch, Index merge_bytes) {
   const Calls calls = reverse(events);
@@ -82,13 +80,13 @@ IssueList build_issue_list(
   std::vector<char> resident;
   for (const UnitTraits& unit : units) resident.push_back(unit.resident);
   std::vector<int> remaining(units.size(), 0);
-  for (const Step& step : calls.steps) remaining[static_cast<std::size_t>(unit_of(step.call))] += step.begins;
+  for (const BackwardStep& step : calls.steps) remaining[static_cast<std::size_t>(unit_of(step.call))] += step.begins;
   std::vector<char> gathers(calls.unit.size(), 0);
   std::vector<char> reshards(calls.unit.size(), 0);
   std::vector<char> reduces(calls.unit.size(), 0);
   std::vector<int> begin_order;  // calls in the order backward begins them
   for (std::size_t s = 0; s < calls.steps.size(); ++s) {
-    const Step& step = calls.steps[s];
+    const BackwardStep& step = calls.steps[s];
     const int unit = unit_of(step.call);
     const auto u = static_cast<std::size_t>(unit);
     const auto c = static_cast<std::size_t>(step.call);
@@ -135,9 +133,19 @@ IssueList build_issue_list(
     }
   };
   std::size_t begun = 0;
-  for (const Step& step : calls.steps) {
+  std::vector<int> open;
+  std::vector<char> entered(calls.unit.size(), 0);  // by call: backward is or was in one inside it
+  for (const BackwardStep& step : calls.steps) {
     const auto c = static_cast<std::size_t>(step.call);
     if (step.begins) {
+      if (!open.empty() && !entered[static_cast<std::size_t>(open.back())]) {
+        const int around = open.back();
+        entered[static_cast<std::size_t>(around)] = true;
+        if (reduces[static_cast<std::size_t>(around)] && traits(unit_of(around)).reduces_behind) {
+          list.issues.push_back({IssueKind::kReduceBehind, unit_of(around), around});
+        }
+      }
+      open.push_back(step.call);
       const std::vector<int>& named = traits(unit_of(step.call)).prefetch;
       const std::size_t ahead = named.empty() ? static_cast<std::size_t>(prefetch) : 0;
       const std::size_t until = std::min(begin_order.size(), begun + ahead + 1);
@@ -152,6 +160,7 @@ IssueList build_issue_list(
       list.pre_backward[c] = static_cast<int>(list.issues.size());
       continue;
     }
+    open.pop_back();
     const int unit = unit_of(step.call);
     if (step.call == 0) list.tail = static_cast<int>(list.issues.size());  // call 0 is the root's
     if (reshards[c]) {  // before the reduction, which takes memory of its own

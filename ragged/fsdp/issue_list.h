@@ -9,6 +9,13 @@
 // the cursor to the end. Every rank that ran the same unit calls in forward issues the same sequence.
 // Where several units go into one collective (merge.h), their gathers come together at the first one's place, and their
 // reductions wait for the last one's.
+//
+// [Note: what lies behind the inner units]
+// A unit with units inside is reduced at the end of its backward, which begins before theirs: meanwhile the head's
+// gradient would lie there whole. So what it holds behind its last inner unit may be a bucket of its own
+// (ParamGroup::is_behind), which is reduced when backward enters the first of them. Should a gradient come after all
+// (the head is tied to something before), ranks learn so from the used-flags that they exchange at the end, reduce what
+// came, and leave the bucket to the end from then on.
 #pragma once
 
 #include <span>
@@ -34,12 +41,13 @@ struct UnitTraits {
   bool reshard_after_backward = true;
   bool gathers_in_backward = true;  // false: backward needs no values of its parameters (an embedding's)
   bool resident = false;            // its image is there when backward begins
+  bool reduces_behind = false;      // see [Note: what lies behind the inner units]
   std::vector<int> prefetch{};      // units whose gathers come with its own, instead of the next `prefetch` ones
   MergeTraits gather{};
   MergeTraits reduction{};
 };
 
-enum class IssueKind { kGather, kReduce, kReshard };
+enum class IssueKind { kGather, kReduce, kReduceBehind, kReshard };
 
 struct Issue {
   IssueKind kind = IssueKind::kGather;
@@ -58,6 +66,16 @@ struct IssueList {
   /// Where the entries of the outermost call's end begin: everything before belongs to what it called.
   int tail = 0;
 };
+
+/// Backward enters or leaves a unit call, in the order in which it will.
+struct BackwardStep {
+  bool begins = true;
+  int call = 0;
+  int unit = 0;
+};
+
+/// Forward's events the other way round, less what needs no backward.
+std::vector<BackwardStep> backward_steps(std::span<const ForwardEvent> events);
 
 /// A unit called several times reduces once, after the call that backward reaches last. `merge_bytes`: what a merged
 /// collective may move at most; 0: every unit goes by itself. What lies in the tail does in any case.

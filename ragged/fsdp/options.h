@@ -67,15 +67,16 @@ struct FullyShardOptions {
 
 /// What holds for a whole tree of units; taken from the root's call.
 struct RuntimeOptions {
-  int forward_prefetch = 0;   // units gathered ahead in forward, in the order of the last one
-  int backward_prefetch = 1;  // units gathered ahead in backward
+  int forward_prefetch = 0;  // units gathered ahead in forward, in the order of the last one
+  /// Units gathered ahead in backward. None: 1; on a CPU, where transfers and computation share the cores, 0.
+  std::optional<int> backward_prefetch{};
   /// A unit's reduction runs while the next unit computes, which takes a second reduce buffer. false: backward waits
-  /// for each, as it may where transfers and computation share the cores.
-  bool overlap_reductions = true;
+  /// for each. None: true; on a CPU false.
+  std::optional<bool> overlap_reductions{};
   /// kReturn: images, reduce buffers, staging and gradients go back to the allocator as soon as nobody needs them, so
   /// that a process holds what the plan says is alive at that moment, and no more. Costs the allocator's time in each
-  /// step. CPU alone.
-  buffer::FreeSlots free_slots = buffer::FreeSlots::kKeep;
+  /// step; on a CPU alone, and the default there.
+  std::optional<buffer::FreeSlots> free_slots{};
   /// Every rank uses the same parameters in each step: skips the exchange of used-flags.
   bool static_use = false;
   /// Units whose images are small are gathered together, and reduced together, as long as a collective moves no more
@@ -83,6 +84,15 @@ struct RuntimeOptions {
   /// alive besides. 0: each unit by itself. none: kMergeBytes. Only among CPUs that communicate by Gloo, and not where
   /// collectives are to be FSDP2's.
   std::optional<Index> merge_bytes{};
+
+  /// With every choice that was left open made for the device.
+  RuntimeOptions on(c10::Device device) const {
+    RuntimeOptions chosen = *this;
+    if (!backward_prefetch) chosen.backward_prefetch = device.is_cpu() ? 0 : 1;
+    if (!overlap_reductions) chosen.overlap_reductions = !device.is_cpu();
+    if (!free_slots) chosen.free_slots = device.is_cpu() ? buffer::FreeSlots::kReturn : buffer::FreeSlots::kKeep;
+    return chosen;
+  }
 };
 
 /// Measured: docs/where_time_goes.md, "Small units".

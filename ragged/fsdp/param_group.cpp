@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -74,6 +75,7 @@ std::shared_ptr<ParamGroup> ParamGroup::converted(
   auto group = std::make_shared<ParamGroup>(std::move(spec), std::vector<at::Tensor>(plan().params.size()));
   group->small_group_ = small_group_;
   group->gradients_in_place = gradients_in_place;
+  group->is_behind = is_behind;
   return group;
 }
 
@@ -82,6 +84,7 @@ void ParamGroup::bind(std::vector<at::Tensor> params) {
       params.size() == plan().params.size(), "{} leaves for a bucket of {}", params.size(), plan().params.size());
   spec_.params = std::move(params);
   accumulators_.clear();
+  own_holders_.clear();
 }
 
 ParamGroup* ParamGroup::of(const at::Tensor& tensor) {
@@ -144,6 +147,7 @@ void ParamGroup::check_has_values() const {
 }
 
 void ParamGroup::unshard() {
+  may_be_gone_ = false;
   if (front_ && front_->gathers()) return gather_by_front();
   const auto version = masters_->flat()._version();
   if (state_ == ShardState::kUnsharding) return;
@@ -185,9 +189,16 @@ void ParamGroup::wait_for_unshard() {
   kept_ = {};
   state_ = ShardState::kUnsharded;
   if (front_) front_->unsharded();
+  constexpr Index kAny = std::numeric_limits<Index>::max();
+  own_holders_.resize(spec_.params.size(), {kAny, kAny, kAny});
+  for (std::size_t i = 0; i < own_holders_.size(); ++i) {
+    const auto now = holders(static_cast<int>(i));
+    for (std::size_t k = 0; k < now.size(); ++k) own_holders_[i][k] = std::min(own_holders_[i][k], now[k]);
+  }
 }
 
 void ParamGroup::reshard() {
+  may_be_gone_ = false;
   kept_ = {};
   if (state_ == ShardState::kSharded) return;
   wait_for_unshard();
@@ -195,6 +206,44 @@ void ParamGroup::reshard() {
   image_->detach();  // and the slot goes back to the pool
   state_ = ShardState::kSharded;
   if (front_) front_->sharded();
+}
+
+// References to the parameter, to the tensor over its part of the image (another one under tensor parallelism), and to
+// the storage below both, which views share; and the front's. Autograd's saved tensors are among them, so when the
+// counts are those of a parameter that was just gathered, no graph needs it.
+std::array<Index, 3> ParamGroup::holders(int param) const {
+  const at::Tensor& leaf = spec_.params[static_cast<std::size_t>(param)];
+  const at::Tensor over_image = image_->tensor(param);
+  return {
+      static_cast<Index>(leaf.use_count()) + (front_ ? front_->num_holders(param) : 0),
+      static_cast<Index>(over_image.use_count()), static_cast<Index>(over_image.storage().use_count())};
+}
+
+bool ParamGroup::is_held() const {
+  for (std::size_t i = 0; i < own_holders_.size(); ++i) {
+    const auto now = holders(static_cast<int>(i));
+    for (std::size_t k = 0; k < now.size(); ++k) {
+      if (now[k] > own_holders_[i][k]) return true;
+    }
+  }
+  return false;
+}
+
+bool ParamGroup::reshard_if_unheld() {
+  const bool may = state_ == ShardState::kUnsharded && reshard_after_backward && reshards_when_unheld &&
+      !(front_ && front_->gathers());
+  if (!may) return false;
+  const bool drops = !is_held();
+  if (drops) reshard();
+  may_be_gone_ = true;
+  return drops;
+}
+
+void ParamGroup::unshard_again() {
+  if (!may_be_gone_) return;
+  if (state_ == ShardState::kUnsharded) state_ = ShardState::kSharded;  // the same values over those that are there
+  unshard();
+  wait_for_unshard();
 }
 
 void ParamGroup::gather_by_front() {

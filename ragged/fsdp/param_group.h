@@ -2,6 +2,7 @@
 // gradients are cast into, and the gradient shard. It knows how to move between states; the Runtime decides when.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -71,6 +72,8 @@ class GroupFront {
   };
   /// No sharded parameter has a gradient any more: the shard's memory is wanted back.
   virtual void release_gradients() = 0;
+  /// Objects of the front's own that hold the unsharded parameter; compared with what it was when nobody else did.
+  virtual Index num_holders(int /*param*/) const { return 0; }
   /// All gradients of the group, whether they changed or merely moved.
   virtual void published(const std::vector<Published>& gradients) = 0;
 };
@@ -133,6 +136,12 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// The same, but where a small group is set and the plan allows, its ranks keep the image among them, so that the
   /// next gather is theirs alone. The group's ranks must be consecutive in the shard group.
   void reshard_to_small_group();
+  /// reshard() as soon as nobody holds a parameter: see [Note: images that nobody holds]. Returns whether it did.
+  bool reshard_if_unheld();
+  /// Gathers again after a reshard_if_unheld() that would have been allowed to drop the image, whether it did or not.
+  void unshard_again();
+  /// The next step's unshard() is still to come, though the image may be gone already.
+  bool is_logically_sharded() const { return state_ == ShardState::kSharded && !may_be_gone_; }
   void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
   bool has_small_group() const { return small_group_.size() > 1; }
 
@@ -182,8 +191,11 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   static void reduce_together(std::span<ParamGroup* const> groups);
   /// The last reduction is in the gradient shard; false where the sum over replicas is postponed.
   bool result_is_ready() const { return result_is_ready_; }
-  /// By parameter: this rank had a gradient in the reductions since the last publish(). As bytes, for an all-reduce.
-  const std::vector<char>& used() const { return used_; }
+  /// By parameter: this rank had a gradient in the reductions since the last publish(), or has one that waits for a
+  /// reduction. As bytes, for an all-reduce.
+  std::vector<char> used() const;
+  /// Gradients wait in the reduce buffer.
+  bool has_unreduced() const;
   /// By parameter: some rank did. Those have a gradient from now on.
   void publish(const char* used_by_any);
 
@@ -215,6 +227,9 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool requires_all_reduce = true;
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  /// The unit's bucket of what lies behind its inner units: see [Note: what lies behind the inner units].
+  bool is_behind = false;
+  bool reshards_when_unheld = true;  // false: reshard_if_unheld() does nothing
   /// Gradients are divided by it; none: by the number of ranks.
   std::optional<double> gradient_divide_factor{};
   /// Sees each reduced flat gradient shard, in the masters' dtype, before it is published or added.
@@ -236,6 +251,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void gather_by_front();
   void check_has_values() const;
   Reduction begin_reduction(buffer::DBuffer::ReduceOptions& options);
+  std::array<Index, 3> holders(int param) const;
+  bool is_held() const;
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
@@ -250,6 +267,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::unique_ptr<GroupFront> front_;
   GroupSlots slots_;
   ShardState state_ = ShardState::kSharded;
+  bool may_be_gone_ = false;                       // reshard_if_unheld() was called for this image
+  std::vector<std::array<Index, 3>> own_holders_;  // by parameter: holders() when nobody else held it
   int reduced_segments_ = 0;
   std::unique_ptr<buffer::DBuffer> masters_;
   std::unique_ptr<buffer::DBuffer> image_;

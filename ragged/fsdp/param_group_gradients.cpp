@@ -201,6 +201,16 @@ void ParamGroup::merge(DBuffer& target) {
   target.adopt({});
 }
 
+std::vector<char> ParamGroup::used() const {
+  std::vector<char> used = used_;
+  for (std::size_t i = 0; i < used.size(); ++i) used[i] = used[i] || slot_states_[i] != SlotState::kEmpty;
+  return used;
+}
+
+bool ParamGroup::has_unreduced() const {
+  return std::any_of(slot_states_.begin(), slot_states_.end(), [](SlotState s) { return s != SlotState::kEmpty; });
+}
+
 void ParamGroup::publish(const char* used_by_any) {
   for (std::size_t i = 0; i < used_.size(); ++i) {
     if (used_by_any[i]) has_grad_[i] = true;

@@ -151,6 +151,7 @@ void ParamGroup::unshard_together(std::span<ParamGroup* const> groups) {
   for (ParamGroup* group : groups) {
     group->counters.copied += packing.bytes(*group->image_);
     group->kept_ = {};
+    group->may_be_gone_ = false;
     group->gather_ = work;
     group->gathered_version_ = group->masters_->flat()._version();
     group->state_ = ShardState::kUnsharding;

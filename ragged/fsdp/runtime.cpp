@@ -28,12 +28,13 @@ bool RuntimeUnit::trains() const {
 
 Runtime::Runtime(
     std::vector<RuntimeUnit> units, comm::MeshGroups groups, RuntimeOptions runtime_options, const Runtime* shares)
-    : options(runtime_options),
+    : options(runtime_options.on(groups.device)),
       units_(std::move(units)),
       subtree_trains_(units_.size(), 0),
       groups_(std::move(groups)),
       pending_reductions_(units_.size(), 0),
-      unreduced_(units_.size(), 0) {
+      unreduced_(units_.size(), 0),
+      behind_reduced_(units_.size(), 0) {
   if (shares) {
     pool_ = shares->pool_;
     gather_stream_ = shares->gather_stream_;
@@ -44,16 +45,17 @@ Runtime::Runtime(
       gather_stream_ = c10::impl::VirtualGuardImpl(groups_.device.type()).getStreamFromGlobalPool(groups_.device);
     }
   }
-  pool_->set_free_slots(options.free_slots);
+  pool_->set_free_slots(*options.free_slots);
   make_slots();
 }
 
 Runtime::~Runtime() = default;
 
 void Runtime::set_options(const RuntimeOptions& value) {
-  pool_->set_free_slots(value.free_slots);
   const Index limit = merge_limit();
-  options = value;
+  const RuntimeOptions chosen = value.on(groups_.device);
+  pool_->set_free_slots(*chosen.free_slots);
+  options = chosen;
   if (merge_limit() != limit) make_slots();
 }
 
@@ -62,14 +64,14 @@ void Runtime::set_options(const RuntimeOptions& value) {
 void Runtime::make_slots() {
   std::vector<int> parents;
   for (const RuntimeUnit& unit : units_) parents.push_back(unit.parent);
-  const std::vector<char> is_ancestor = ancestors(parents);
+  is_ancestor_ = ancestors(parents);
   Index leaf_image = 0;
   Index leaf_reduce = 0;
   Index staging = 0;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
       staging = std::max(staging, group->staging_bytes());
-      if (is_ancestor[u]) continue;
+      if (is_ancestor_[u]) continue;
       if (!is_small(reduce_merge(units_[u]))) leaf_reduce = std::max(leaf_reduce, group->reduce_bytes());
       if (group->reshard_after_forward && !is_small(gather_merge(units_[u]))) {
         leaf_image = std::max(leaf_image, group->image_bytes());
@@ -78,8 +80,8 @@ void Runtime::make_slots() {
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
-      const bool shares_image = !is_ancestor[u] && group->reshard_after_forward && !is_small(gather_merge(units_[u]));
-      const bool shares_reduce = !is_ancestor[u] && !is_small(reduce_merge(units_[u]));
+      const bool shares_image = !is_ancestor_[u] && group->reshard_after_forward && !is_small(gather_merge(units_[u]));
+      const bool shares_reduce = !is_ancestor_[u] && !is_small(reduce_merge(units_[u]));
       group->set_slots(
           {.pool = pool_,
            .image = pool_->add_class(buffer::SlotUse::kImage, shares_image ? leaf_image : group->image_bytes()),
@@ -324,6 +326,11 @@ void Runtime::reshard(int index) {
   for (const auto& group : unit(index).groups) group->reshard();
 }
 
+void Runtime::unshard_again(int index) {
+  if (!backward_is_running()) return;
+  for (const auto& group : unit(index).groups) group->unshard_again();
+}
+
 StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
   std::vector<UnitForecastInput> inputs;
   std::vector<int> parents;
@@ -339,7 +346,8 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
           {.plan = &group->plan(),
            .param_bytes = static_cast<Index>(c10::elementSize(group->spec().param_dtype)),
            .reduce_bytes = static_cast<Index>(c10::elementSize(group->spec().reduce_dtype)),
-           .gathers_from_masters = group->gathers_from_masters()});
+           .gathers_from_masters = group->gathers_from_masters(),
+           .is_behind = group->is_behind});
     }
     inputs.push_back(input);
     parents.push_back(unit.parent);
@@ -347,9 +355,10 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
   return forecast_step(
       inputs, module_order_events(parents),
       {.rank = groups_.shard.rank(),
-       .backward_prefetch = options.backward_prefetch,
+       .backward_prefetch = *options.backward_prefetch,
        .forward_prefetch = options.forward_prefetch,
-       .overlap_reductions = options.overlap_reductions,
+       .overlap_reductions = *options.overlap_reductions,
+       .drops_unheld = options.free_slots == buffer::FreeSlots::kReturn,
        .merge_bytes = merge_limit(),
        .micro_batches = micro_batches,
        .sync_each_micro_batch = sync_each});

@@ -15,6 +15,16 @@
 // parameters are there. If not (the region around it is recomputed as a whole, or its first forward ran without
 // recording) they are gathered outside the list, at a point that is the same on all ranks, and the new graph gets the
 // hooks of the call that it repeats.
+//
+// [Note: images that nobody holds]
+// A unit with units inside (the root: embedding, norm and head) keeps its image from its forward to the end of its
+// backward, beside those of all the others. Most of that time nobody needs it: the head's backward is done before that
+// of the last block begins, and an embedding's needs no weights. Autograd tells, since each tensor that a graph saved
+// holds a reference. So where free memory is given back (FreeSlots::kReturn), each time backward enters an inner unit,
+// images of units around it go whose parameters nobody holds. That is a matter of this rank alone: lists of issues take
+// such an image for one that is there, and the next forward gathers it as it would have anyway. What no reference tells
+// of is a region under activation checkpointing that is yet to run again: a front that knows of modules in it asks for
+// unshard_again() before they run, on all ranks, whether or not a rank still has the image.
 #pragma once
 
 #include <memory>
@@ -43,7 +53,7 @@ struct RuntimeUnit {
 
   bool trains() const;
   bool reshards_after_forward() const { return !groups.empty() && groups.front()->reshard_after_forward; }
-  bool is_sharded() const { return groups.empty() || groups.front()->state() == ShardState::kSharded; }
+  bool is_sharded() const { return groups.empty() || groups.front()->is_logically_sharded(); }
 };
 
 /// Not thread-safe; autograd may call its hooks from its own thread while the driving thread waits.
@@ -57,7 +67,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const std::vector<RuntimeUnit>& units() const { return units_; }
   RuntimeUnit& unit(int index) { return units_[static_cast<std::size_t>(index)]; }
   const comm::MeshGroups& groups() const { return groups_; }
-  RuntimeOptions options;
+  RuntimeOptions options;  // none is left open but merge_bytes
   /// Throws InvalidArgument for options that the device can't have.
   void set_options(const RuntimeOptions& value);
   /// false: the sweep leaves reductions in flight and publishes nothing; a later backward's does.
@@ -76,6 +86,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void unshard(int unit);
   void wait_for_unshard(int unit);
   void reshard(int unit);
+  /// Before one of the unit's modules runs again inside backward; see [Note: images that nobody holds]. Collective if
+  /// backward has entered a unit inside this one.
+  void unshard_again(int unit);
   /// What backwards left undone: reduces gradients that were kept unsynchronised (where units synchronise by now),
   /// publishes all, and reshards. Collective; the same on all ranks, which ran the same units.
   void finish_backward();
@@ -113,12 +126,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void post_backward(const Record& record, int call);
   void gradient_ready(int unit, int group, int param, ParamGroup::GradientEvent event);
   void activate(const Record& record);
+  void drop_unheld_images(const ForwardRecord& record, int entered);
   void advance(ForwardRecord& record, int target, bool skip_gathers = false);
-  void issue_reduction(int unit);
+  enum class Part { kAll, kBehind };  // kAll: less what was reduced as kBehind in this backward
+  void issue_reduction(int unit, Part part);
   void finish_units(const std::vector<int>& units);
   void sweep();
   void publish_gradients();
   void exchange_used(const std::vector<ParamGroup*>& groups, std::vector<char>& used) const;
+  void reduce_latecomers(const std::vector<ParamGroup*>& groups, const char* is_late);
   bool backward_is_running() const { return backward_open_ && !backward_alive_.expired(); }
   bool backward_failed() const { return backward_open_ && backward_alive_.expired(); }
   ParamGroup::GradientReady gradient_hook(int unit, int group);
@@ -134,6 +150,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::vector<RuntimeUnit> units_;
   std::vector<char> subtree_trains_;
+  std::vector<char> is_ancestor_;  // by unit: has units inside
   comm::MeshGroups groups_;
   std::shared_ptr<buffer::BufferPool> pool_;
   std::optional<c10::Stream> gather_stream_;
@@ -152,6 +169,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<Record> active_;
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
   std::vector<char> unreduced_;          // by unit: a backward kept its gradients in the reduce buffer
+  std::vector<char> behind_reduced_;     // by unit: its kBehind was reduced in this backward
   std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue
   int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;

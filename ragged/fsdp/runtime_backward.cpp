@@ -25,11 +25,14 @@ void Runtime::activate(const Record& record) {
          .reshard_after_backward = unit.groups.empty() || unit.groups.front()->reshard_after_backward,
          .gathers_in_backward = unit.unshard_in_backward,
          .resident = !unit.is_sharded(),
+         .reduces_behind = std::any_of(
+             unit.groups.begin(), unit.groups.end(),
+             [](const auto& group) { return group->is_behind && group->reduces(); }),
          .prefetch = unit.backward_prefetch,
          .gather = gather_merge(unit),
          .reduction = reduce_merge(unit)});
   }
-  record->list = build_issue_list(record->events, traits, options.backward_prefetch, merge_limit());
+  record->list = build_issue_list(record->events, traits, *options.backward_prefetch, merge_limit());
   record->cursor = 0;
   record->reached.assign(record->call_units.size(), 0);
   record->left.assign(record->call_units.size(), 0);
@@ -53,8 +56,18 @@ void Runtime::pre_backward(const Record& record, int call) {
   if (reached) return;
   reached = true;
   const at::NoGradGuard no_grad;
+  drop_unheld_images(*record, call);
   advance(*record, record->list.pre_backward[static_cast<std::size_t>(call)]);
   wait_for_unshard(record->call_units[static_cast<std::size_t>(call)]);
+}
+
+// See [Note: images that nobody holds].
+void Runtime::drop_unheld_images(const ForwardRecord& record, int entered) {
+  if (options.free_slots != buffer::FreeSlots::kReturn) return;
+  int above = unit(record.call_units[static_cast<std::size_t>(entered)]).parent;
+  for (; above >= 0; above = unit(above).parent) {
+    for (const auto& group : unit(above).groups) group->reshard_if_unheld();
+  }
 }
 
 void Runtime::post_backward(const Record& record, int call) {
@@ -96,14 +109,18 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
         if (unit(issue.unit).groups.front()->requires_gradient_sync) collected_.push_back(issue.unit);
         if (!issue.with_next) issue_collected_reductions();
         break;
+      case IssueKind::kReduceBehind:
+        if (unit(issue.unit).groups.front()->requires_gradient_sync) issue_reduction(issue.unit, Part::kBehind);
+        break;
     }
   }
 }
 
 // At most one scatter and one all-reduce are in flight: their buffers are the ones the plan counts.
-void Runtime::issue_reduction(int index) {
+void Runtime::issue_reduction(int index, Part part) {
   finish_units(std::exchange(merged_, {}));
-  unreduced_[static_cast<std::size_t>(index)] = false;
+  const auto u = static_cast<std::size_t>(index);
+  if (part == Part::kAll) unreduced_[u] = false;
   const auto finish = [&](int unit_index) {
     for (const auto& group : unit(unit_index).groups) group->finish_reduction();
   };
@@ -115,9 +132,11 @@ void Runtime::issue_reduction(int index) {
     if (groups_.replicate.size() == 1 || all_reducing_ == index) finish(all_reducing_);
   }
   for (const auto& group : unit(index).groups) {
-    if (group->reduces()) group->issue_reduction();
+    const bool is_due = part == Part::kBehind ? group->is_behind : !(group->is_behind && behind_reduced_[u]);
+    if (group->reduces() && is_due) group->issue_reduction();
   }
-  if (options.overlap_reductions) {
+  behind_reduced_[u] = part == Part::kBehind;
+  if (*options.overlap_reductions) {
     scattering_ = index;
   } else {
     finish(index);
@@ -148,7 +167,9 @@ void Runtime::finish_backward() {
   const at::NoGradGuard no_grad;
   issue_collected_reductions();
   for (int u = static_cast<int>(units_.size()); u-- > 0;) {
-    if (unreduced_[static_cast<std::size_t>(u)] && unit(u).groups.front()->requires_gradient_sync) issue_reduction(u);
+    if (unreduced_[static_cast<std::size_t>(u)] && unit(u).groups.front()->requires_gradient_sync) {
+      issue_reduction(u, Part::kAll);
+    }
   }
   publish_gradients();
   for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
@@ -185,14 +206,39 @@ void Runtime::publish_gradients() {
     const auto others = std::stable_partition(ready.begin(), ready.end(), same);
     const std::vector<ParamGroup*> together(ready.begin(), others);
     std::vector<char> used;
-    for (const ParamGroup* group : together) used.insert(used.end(), group->used().begin(), group->used().end());
+    for (const ParamGroup* group : together) {
+      const std::vector<char> own = group->used();
+      used.insert(used.end(), own.begin(), own.end());
+    }
+    // And one flag a group that was reduced early: gradients came after that.
+    const std::size_t num_used = used.size();
+    for (const ParamGroup* group : together) {
+      used.push_back(static_cast<char>(group->is_behind && group->requires_gradient_sync && group->has_unreduced()));
+    }
     exchange_used(together, used);
+    reduce_latecomers(together, used.data() + num_used);
     const char* flags = used.data();
     for (ParamGroup* group : together) {
       group->publish(flags);
-      flags += group->used().size();
+      flags += group->plan().params.size();
     }
     ready.erase(ready.begin(), others);
+  }
+}
+
+// See [Note: what lies behind the inner units].
+void Runtime::reduce_latecomers(const std::vector<ParamGroup*>& groups, const char* is_late) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (!is_late[g]) continue;
+    RAGGED_CHECK(
+        !options.static_use || groups_.mesh.size() == 1,
+        "[backward] Expected no more gradients of what unit '{}' holds behind its inner units once backward has "
+        "entered these, but got some (rank {}). It is tied to something before them: leave static_use unset, or set "
+        "split_bytes=0 in its planning.",
+        groups[g]->name(), groups_.rank);
+    groups[g]->issue_reduction();
+    groups[g]->finish_reduction();
+    groups[g]->is_behind = false;
   }
 }
 
@@ -213,6 +259,7 @@ void Runtime::reset() {
   }
   std::fill(pending_reductions_.begin(), pending_reductions_.end(), 0);
   std::fill(unreduced_.begin(), unreduced_.end(), 0);
+  std::fill(behind_reduced_.begin(), behind_reduced_.end(), 0);
   active_.clear();
   reduced_.clear();
   scattering_ = -1;

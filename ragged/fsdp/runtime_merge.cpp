@@ -36,12 +36,13 @@ MergeTraits Runtime::gather_merge(const RuntimeUnit& unit) const {
   return {.kind = static_cast<int>(group.spec().param_dtype), .bytes = group.image_bytes()};
 }
 
-// Replicas have an all-reduce to wait for, and whoever looks at sums may be about to communicate: those go by
-// themselves.
+// Replicas have an all-reduce to wait for, whoever looks at sums may be about to communicate, and what lies behind the
+// inner units has a place of its own in the list: those go by themselves.
 MergeTraits Runtime::reduce_merge(const RuntimeUnit& unit) const {
   if (!may_merge(unit, groups_) || groups_.replicate.size() > 1) return {};
   const ParamGroup& group = *unit.groups.front();
-  if (!group.reduces() || group.spec().groups.replicate.size() > 1 || group.all_reduce_hook) return {};
+  const bool is_alone = group.spec().groups.replicate.size() > 1 || group.all_reduce_hook || group.is_behind;
+  if (!group.reduces() || is_alone) return {};
   return {.kind = static_cast<int>(group.spec().reduce_dtype), .bytes = group.reduce_bytes()};
 }
 
@@ -96,7 +97,7 @@ void Runtime::issue_collected_reductions() {
     return traits.kind >= 0 && traits.kind == reduce_merge(unit(units.front())).kind;
   };
   if (units.size() < 2 || !std::ranges::all_of(units, goes_along)) {
-    for (const int index : units) issue_reduction(index);
+    for (const int index : units) issue_reduction(index, Part::kAll);
     return;
   }
   // As in issue_reduction(): one in flight. Nothing here has replicas, so there is no all-reduce to keep in order.
@@ -107,7 +108,7 @@ void Runtime::issue_collected_reductions() {
     unreduced_[static_cast<std::size_t>(index)] = false;
     if (std::find(reduced_.begin(), reduced_.end(), index) == reduced_.end()) reduced_.push_back(index);
   }
-  if (options.overlap_reductions) {
+  if (*options.overlap_reductions) {
     merged_ = units;
   } else {
     finish_units(units);

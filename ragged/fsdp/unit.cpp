@@ -199,9 +199,9 @@ void Unit::set_runtime_options(const RuntimeOptions& options) {
   RAGGED_CHECK(
       is_root(), "[runtime] Expected the root, but got unit '{}'. Options hold for a whole tree.", impl_->name);
   RAGGED_CHECK(
-      options.forward_prefetch >= 0 && options.backward_prefetch >= 0,
+      options.forward_prefetch >= 0 && options.backward_prefetch.value_or(0) >= 0,
       "[runtime] Expected prefetch depths of at least 0, but got {} (forward) and {} (backward).",
-      options.forward_prefetch, options.backward_prefetch);
+      options.forward_prefetch, options.backward_prefetch.value_or(0));
   RAGGED_CHECK(
       options.merge_bytes.value_or(0) >= 0,
       "[runtime] Expected collectives to merge by at least 0 bytes, but got {} (option 'merge_bytes').",

@@ -80,24 +80,6 @@ void refresh_bases(const SoapState& state) {
 
 }  // namespace
 
-SoapSides soap_sides(Index rows, Index cols, Index max_precondition_dim) {
-  return {.left = rows <= max_precondition_dim, .right = cols <= max_precondition_dim};
-}
-
-Index soap_state_numel(Index rows, Index cols, SoapSides sides) {
-  return 2 * rows * cols + (sides.left ? 2 * rows * rows : 0) + (sides.right ? 2 * cols * cols : 0);
-}
-
-double soap_cost(Index rows, Index cols, SoapSides sides, Index precondition_frequency) {
-  const auto m = static_cast<double>(rows);
-  const auto n = static_cast<double>(cols);
-  // Three rotations and the factor, 2 m^2 n each; of a new basis the product is 2 m^3, QR and its Q 8/3 m^3.
-  const auto side = [&](double length) {
-    return 8.0 * m * n * length + 14.0 / 3.0 * length * length * length / static_cast<double>(precondition_frequency);
-  };
-  return (sides.left ? side(m) : 0.0) + (sides.right ? side(n) : 0.0) + 10.0 * m * n;
-}
-
 SoapState make_soap_state(Index rows, Index cols, SoapSides sides, const at::TensorOptions& options) {
   const auto zeros = [&options](Index m, Index n) { return at::zeros({m, n}, options.dtype(at::kFloat)); };
   SoapState state;

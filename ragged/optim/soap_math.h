@@ -27,21 +27,15 @@
 
 #include "ragged/base/math.h"
 #include "ragged/optim/adamw_math.h"
+#include "ragged/plan/soap_cost.h"
 
 namespace ragged::optim {
 
-/// Which sides of a matrix have a factor and a basis.
-struct SoapSides {
-  bool left = true;   // rows: L, Q_L
-  bool right = true;  // columns: R, Q_R
-  friend bool operator==(const SoapSides&, const SoapSides&) = default;
-};
-SoapSides soap_sides(Index rows, Index cols, Index max_precondition_dim);
-
-/// Elements of the state of one matrix: 2 rows^2 + 2 cols^2 + 2 rows cols, sides without a factor left out.
-Index soap_state_numel(Index rows, Index cols, SoapSides sides);
-/// Floating-point operations of a step, those of a new basis shared out over the steps that it serves.
-double soap_cost(Index rows, Index cols, SoapSides sides, Index precondition_frequency);
+// What a state takes and costs is a function of shapes, which planners ask too.
+using plan::soap_cost;
+using plan::soap_sides;
+using plan::soap_state_numel;
+using plan::SoapSides;
 
 /// fp32, contiguous, zero at first. A side without a factor has no tensors.
 struct SoapState {

@@ -29,20 +29,9 @@ AdamWStep adam_constants(const SoapMath& math, SoapSides sides, const SoapPiece&
 }
 
 std::vector<double> costs_of(std::span<const ParamMatrix> matrices, const SoapMath& math) {
-  std::vector<double> time;
-  std::vector<double> memory;
-  double all_time = 0.0;
-  double all_memory = 0.0;
-  for (const ParamMatrix& m : matrices) {
-    const SoapSides sides = sides_of(m, math);
-    time.push_back(soap_cost(m.rows, m.cols, sides, math.precondition_frequency));
-    memory.push_back(static_cast<double>(soap_state_numel(m.rows, m.cols, sides)));
-    all_time += time.back();
-    all_memory += memory.back();
-  }
-  std::vector<double> costs;
-  for (std::size_t i = 0; i < time.size(); ++i) costs.push_back(time[i] / all_time + memory[i] / all_memory);
-  return costs;
+  std::vector<plan::SoapMatrix> shapes;
+  for (const ParamMatrix& m : matrices) shapes.push_back({m.rows, m.cols});
+  return plan::soap_weights(shapes, math.precondition_frequency, math.max_precondition_dim);
 }
 
 }  // namespace
@@ -264,6 +253,18 @@ void SoapPlan::step(std::span<const SoapPiece> pieces, std::span<const SoapState
       flights[tick - 2 * ahead] = {};
     }
   }
+}
+
+void SoapPlan::set_math(const SoapMath& math) {
+  check(math);
+  const SoapMath& own = impl_->math;
+  RAGGED_CHECK(
+      math.max_precondition_dim == own.max_precondition_dim && math.wire_dtype == own.wire_dtype,
+      "[soap] Expected max_precondition_dim {} and a wire dtype of {}, which the plan was made for, but got {} and {}. "
+      "Make another plan.",
+      own.max_precondition_dim, c10::toString(own.wire_dtype), math.max_precondition_dim,
+      c10::toString(math.wire_dtype));
+  impl_->math = math;
 }
 
 const std::vector<MatrixParam>& SoapPlan::params() const {

@@ -37,8 +37,8 @@ struct SoapMath {
   double beta1 = 0.95;
   double beta2 = 0.95;  // of the second moment and of both factors
   double eps = 1e-8;
-  Index precondition_frequency = 10;   // steps from one basis to the next
-  Index max_precondition_dim = 10000;  // a longer side has no basis; see soap_math.h
+  Index precondition_frequency = plan::kSoapPreconditionFrequency;  // steps from one basis to the next
+  Index max_precondition_dim = plan::kSoapMaxPreconditionDim;       // a longer side has no basis; see soap_math.h
   /// Of gradients on their way to the roots and of updates on their way back, in a group of one too: fp32 or bf16.
   at::ScalarType wire_dtype = at::kFloat;
 };
@@ -86,6 +86,9 @@ class SoapPlan {
   /// One step; `pieces` in the order of the parameters, `states` in that of matrices(). Collective over the shard
   /// group: twice a bucket that has cut matrices.
   void step(std::span<const SoapPiece> pieces, std::span<const SoapState> states, const StepScale& scale = {});
+  /// Of the steps to come, for schedules: betas, eps and precondition_frequency. Roots stay, though they were chosen by
+  /// another frequency. Ranks must agree. Throws InvalidArgument as check() does, and where another value differs.
+  void set_math(const SoapMath& math);
 
   const std::vector<MatrixParam>& params() const;
   const std::vector<ParamMatrix>& matrices() const;

@@ -227,66 +227,8 @@ ModelPlan plan_model(const Model& source, const LayoutRequest& request) {
     }
     remark_on_blocks(kind, model);
   }
+  if (request.with_soap) model.soap_bytes = optimizer_bytes(model, Optimizer::kSoap);
   return model;
-}
-
-std::string_view name(Optimizer optimizer) {
-  switch (optimizer) {
-    case Optimizer::kAdamW:
-      return "adamw";
-    case Optimizer::kAdamWBf16:
-      return "adamw-bf16";
-    case Optimizer::kAdamW8bit:
-      return "adamw8bit";
-    case Optimizer::kMuon:
-      return "muon";
-    case Optimizer::kSgd:
-      return "sgd";
-  }
-  return "?";
-}
-
-Optimizer parse_optimizer(std::string_view text) {
-  std::vector<std::string> names;
-  for (const Optimizer optimizer : kAllOptimizers) {
-    if (name(optimizer) == text) return optimizer;
-    names.emplace_back(name(optimizer));
-  }
-  RAGGED_CHECK(
-      false, "[optimizer] Expected one of adamw, adamw-bf16, adamw8bit, muon and sgd, but got '{}'.{}", text,
-      nearest(text, names).empty() ? "" : fmt::format(" Did you mean '{}'?", nearest(text, names)));
-  return Optimizer::kAdamW;
-}
-
-bool is_muon_matrix(const InventoryTensor& tensor) {
-  return tensor.shape.size() >= 2 && tensor.kind != "embedding" && tensor.role != "head" && tensor.role != "embed" &&
-      tensor.role != "expert_bias";
-}
-
-double state_bytes(Optimizer optimizer, bool is_matrix) {
-  switch (optimizer) {
-    case Optimizer::kAdamW:
-      return 8;  // two moments in fp32
-    case Optimizer::kAdamWBf16:
-      return 4;
-    case Optimizer::kAdamW8bit:
-      return 2 + 8.0 / 1024;  // two codes, and two fp32 scales a tile of 32 x 32
-    case Optimizer::kMuon:
-      return is_matrix ? 4 : 8;  // momentum; AdamW for the rest
-    case Optimizer::kSgd:
-      return 0;
-  }
-  return 0;
-}
-
-double optimizer_bytes(const ModelPlan& plan, Optimizer optimizer) {
-  double bytes = 0;
-  for (const UnitKind& kind : plan.kinds) {
-    for (const InventoryTensor& tensor : kind.tensors) {
-      bytes += kind.count * state_bytes(optimizer, is_muon_matrix(tensor)) * static_cast<double>(tensor.numel());
-    }
-  }
-  return bytes / plan.request.ranks * plan.largest_over_mean();
 }
 
 }  // namespace ragged::sim

@@ -1,6 +1,7 @@
 // A whole model planned: one bucket plan a kind of unit, and what they sum to.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ struct LayoutRequest {
   plan::PlanStrategy strategy = plan::PlanStrategy::kAuto;
   bool with_bounds = true;  // also search what could be reached: takes as long again
   Index collective_unit = 8;
+  bool with_soap = false;  // deal SOAP's states out once, for many questions about its bytes
 };
 
 /// Units that are alike, and the plan of one of them.
@@ -55,6 +57,7 @@ struct ModelPlan {
   double seconds = 0;         // that planning took
   std::vector<Index> load{};  // rank -> elements of its shards, padding included
   std::vector<std::string> remarks{};
+  std::optional<double> soap_bytes{};  // with_soap only
 
   Index largest_load() const;
   /// Of the parameters.
@@ -68,16 +71,21 @@ struct ModelPlan {
 /// Throws InvalidArgument for fewer than one rank, row or layer, or no parameters.
 ModelPlan plan_model(const Model& model, const LayoutRequest& request);
 
-/// Bytes an element of optimizer states; `matrix` is a tensor that Muon takes.
-enum class Optimizer { kAdamW, kAdamWBf16, kAdamW8bit, kMuon, kSgd };
-inline constexpr Optimizer kAllOptimizers[] = {
-    Optimizer::kAdamW, Optimizer::kAdamWBf16, Optimizer::kAdamW8bit, Optimizer::kMuon, Optimizer::kSgd};
+enum class Optimizer { kAdamW, kAdamWBf16, kAdamW8bit, kMuon, kSoap, kSgd };
+inline constexpr Optimizer kAllOptimizers[] = {Optimizer::kAdamW, Optimizer::kAdamWBf16, Optimizer::kAdamW8bit,
+                                               Optimizer::kMuon,  Optimizer::kSoap,      Optimizer::kSgd};
 std::string_view name(Optimizer optimizer);
 Optimizer parse_optimizer(std::string_view text);
+/// Bytes an element of optimizer states; `is_matrix`: of a tensor that the matrix optimizers take. SOAP's depend on the
+/// shape: of square matrices with both bases.
 double state_bytes(Optimizer optimizer, bool is_matrix);
-bool is_muon_matrix(const plan::InventoryTensor& tensor);
+/// Whether Muon and SOAP take it: hidden matrices and stacks of them.
+bool is_hidden_matrix(const plan::InventoryTensor& tensor);
 
-/// Of the fullest rank.
+/// Of the fullest rank; of SOAP soap_bytes().
 double optimizer_bytes(const ModelPlan& plan, Optimizer optimizer);
+/// Bytes of the states of each rank with SOAP, whose own lie whole on the roots that its step will choose
+/// ([Note: owner state] in ragged/optim/soap_plan.h), and AdamW for the rest.
+std::vector<double> soap_bytes(const ModelPlan& plan);
 
 }  // namespace ragged::sim

@@ -63,12 +63,15 @@ class Tuner {
         .policy = {.rows = rows, .flat = request_.policy.flat},
         .layers_per_bucket = layers,
         .ragged_blocks = request_.ragged_blocks,
-        .with_bounds = false};
+        .with_bounds = false,
+        .with_soap = request_.step.optimizer == Optimizer::kSoap};
   }
 
   // What must be held whatever the layout: without it nothing needs planning.
   double least_held(int shard) const {
-    const double states = request_.fixed_optimizer ? state_bytes(request_.step.optimizer, true) : 2.0;
+    const Optimizer fixed = request_.step.optimizer;
+    const double states =
+        request_.fixed_optimizer ? std::min(state_bytes(fixed, true), state_bytes(fixed, false)) : 2.0;
     return static_cast<double>(model_.inventory.numel()) / shard * (8 + states);
   }
 

@@ -96,7 +96,7 @@ struct ParallelConfig {
   Index replicate = 1;  // copies
   bool reshard_after_forward = true;
   Index forward_prefetch = 0;
-  Index backward_prefetch = 1;
+  Index backward_prefetch = -1;
   Index rows = 0;  // rows of a matrix that stay on one rank; 0: no such wish
   std::string collectives = "auto";
   std::string gradients_in_place = "same_bits";

@@ -86,7 +86,9 @@ std::shared_ptr<fsdp::Unit> shard_model(
 
   fsdp::RuntimeOptions runtime;
   runtime.forward_prefetch = static_cast<int>(config.parallel.forward_prefetch);
-  runtime.backward_prefetch = static_cast<int>(config.parallel.backward_prefetch);
+  if (config.parallel.backward_prefetch >= 0) {
+    runtime.backward_prefetch = static_cast<int>(config.parallel.backward_prefetch);
+  }
   root->set_runtime_options(runtime);
   return root;
 }

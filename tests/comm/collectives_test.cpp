@@ -293,11 +293,12 @@ void reduces(const Communicator& communicator, const BucketPlan& plan, const Red
       .scale = r.scale,
       .accumulate = r.accumulate};
 
-  // Exactly what the routes need: all ranks' addends of what is summed here, one addend of what Gloo summed.
+  // Exactly what the routes need: all ranks' addends of what is summed here (of two ranks the other's alone, where it
+  // can't go into the shard itself), one addend of what Gloo summed.
   Index needed = 0;
   for (const Segment& segment : plan.segments) {
     const Index owned = segment.owners[static_cast<std::size_t>(rank)].size();
-    if (!communicator.is_stock() || segment.kind != SegmentKind::kUniform) {
+    if (plan.world_size > 2 && (!communicator.is_stock() || segment.kind != SegmentKind::kUniform)) {
       needed += plan.world_size * owned;
     } else if (r.accumulate || r.from != r.to) {
       needed += owned;
@@ -395,8 +396,7 @@ TEST(ReduceScatter, takes_a_prefix_of_the_segments) {
         const at::Tensor shard = at::full({5}, -1.0F);
         ReduceScatter args{
             .segments = std::span(plan.segments).first(2), .image = image, .staging = {}, .shard = shard};
-        EXPECT_EQ(world.all().staging_numel(args), 10);
-        args.staging = at::empty({10});
+        EXPECT_EQ(world.all().staging_numel(args), 0);
         world.all().reduce_scatter(args, "unit").wait();
         EXPECT_TRUE(at::equal(shard, at::full({5}, 3.0F)));
       },
@@ -449,6 +449,23 @@ TEST(SumInRankOrder, equals_a_loop_at_every_size_around_a_tile) {
   }
 }
 
+TEST(SumInRankOrder, takes_addends_from_anywhere_and_writes_over_one) {
+  for (const Index numel : {0, 1, 1023, 1025, 7919}) {
+    for (const int num_ranks : {1, 2, 3, 7}) {
+      for (int over = 0; over < num_ranks; ++over) {
+        const at::Tensor together = normal(numel * num_ranks, 3, at::kFloat);
+        const at::Tensor want = at::empty({numel});
+        comm::sum_in_rank_order(together, num_ranks, want, {.scale = 0.7});
+        std::vector<at::Tensor> addends;
+        for (const at::Tensor& addend : together.view({num_ranks, numel}).unbind(0)) addends.push_back(addend.clone());
+        const at::Tensor out = addends[static_cast<std::size_t>(over)];
+        comm::sum_in_rank_order(addends, out, {.scale = 0.7});
+        EXPECT_TRUE(same_bits(out, want)) << numel << " of " << num_ranks << " over " << over;
+      }
+    }
+  }
+}
+
 TEST(SumInRankOrder, rounds_once_when_addends_are_bfloat16) {
   // In bf16 steps 256 + 1 would stay 256; in fp32 the ones add up.
   const at::Tensor addends = at::tensor(std::vector<float>{256, 1, 1, 1}).to(at::kBFloat16);
@@ -462,6 +479,8 @@ TEST(SumInRankOrder, rounds_once_when_addends_are_bfloat16) {
 
 TEST(SumInRankOrder, refuses_addends_of_another_number) {
   EXPECT_THROW(comm::sum_in_rank_order(at::zeros({5}), 2, at::zeros({2}), {}), InternalError);
+  EXPECT_THROW(comm::sum_in_rank_order(std::vector<at::Tensor>{}, at::zeros({2}), {}), InternalError);
+  EXPECT_THROW(comm::sum_in_rank_order(std::vector{at::zeros({2}), at::zeros({3})}, at::zeros({2}), {}), InternalError);
 }
 
 // --- the rest ---

@@ -507,6 +507,7 @@ TEST(Behaviour, two_models_and_many_steps_dont_grow) {
         auto b = chain(3);
         auto root_a = shard_chain(*a, 2, plain(world));
         auto root_b = shard_chain(*b, 3, plain(world));
+        for (const auto& root : {root_a, root_b}) root->set_runtime_options({.free_slots = buffer::FreeSlots::kKeep});
         Index allocations = 0;
         for (int step = 0; step < 30; ++step) {
           root_a->call(*a, input_of(world.rank())).backward();

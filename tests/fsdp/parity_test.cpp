@@ -98,8 +98,13 @@ std::shared_ptr<fsdp::Unit> shard(TinyModel& model, comm::World& world, const Ca
   block_options.activation_checkpointing = c.checkpoint;
   for (const auto& layer : model.layers) units.push_back(fully_shard(*layer, block_options));
   auto root = fully_shard(model, options);
+  // As on a CPU and as on other devices, in turns.
   root->set_runtime_options(
-      {.forward_prefetch = c.forward_prefetch, .backward_prefetch = c.backward_prefetch, .merge_bytes = c.merge_bytes});
+      {.forward_prefetch = c.forward_prefetch,
+       .backward_prefetch = c.backward_prefetch,
+       .overlap_reductions = c.backward_prefetch > 0,
+       .free_slots = c.mesh.size() % 2 == 1 ? buffer::FreeSlots::kReturn : buffer::FreeSlots::kKeep,
+       .merge_bytes = c.merge_bytes});
   return root;
 }
 

@@ -4,8 +4,10 @@ checkpoints the command reads and resumes."""
 
 import importlib.util
 import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -16,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from support.optim import whole as gathered
 from support.ranks import run_threads
 
-from ragged_fsdp import _C, checkpoint, fully_shard
-from ragged_fsdp.optim import AdamW, AdamW8bit, Muon, muon_groups, tile_rows
+from ragged_fsdp import _C, checkpoint, distribute_tensor, fully_shard
+from ragged_fsdp.optim import SOAP, AdamW, AdamW8bit, Muon, muon_groups, tile_rows
 
 pytest.importorskip("safetensors")
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "train_llama.py"
@@ -127,6 +129,12 @@ MAKE = {
     "adamw": lambda model: AdamW(model.named_parameters()),
     "adamw8bit": lambda model: AdamW8bit(model.named_parameters(), embeddings="embed_tokens|lm_head"),
     "muon": lambda model: Muon(muon_groups(model.named_parameters())),
+    "normuon": lambda model: Muon(muon_groups(model.named_parameters()), normuon=True, momentum_format="power"),
+    "soap": lambda model: SOAP(muon_groups(model.named_parameters())),
+}
+ARGUMENTS = {
+    "normuon": ["--optimizer.kind=muon", "--optimizer.normuon=true", "--optimizer.momentum_format=power"],
+    "soap": ["--optimizer.kind=soap", "--optimizer.precondition_frequency=2"],
 }
 
 
@@ -168,13 +176,14 @@ def pass_through(rank, world, kind, source, target):
 @pytest.mark.parametrize("kind", MAKE)
 def test_the_package_loads_the_commands_checkpoint_and_the_command_resumes_the_packages(tmp_path, kind):
     # 112 x 40: as large as AdamW8bit asks for.
-    options = [f"--optimizer.kind={kind}", "--train.steps=6", "--checkpoint.keep=0", "--model.feed_forward=112"]
+    options = [*ARGUMENTS.get(kind, [f"--optimizer.kind={kind}"]), "--train.steps=6", "--checkpoint.keep=0"]
+    options.append("--model.feed_forward=112")
     source = train(tmp_path, 2, *options)
     unbroken = whole_tensors(source.with_name("step-6"))
     run_threads(3, pass_through, kind, source, tmp_path / "package")
     ours = tmp_path / "package" / "step-3"
     assert_same(whole_tensors(ours), whole_tensors(source))
-    assert (kind == "adamw8bit") == any(name.endswith(".codes") for name in whole_tensors(ours))
+    assert (kind in ("adamw8bit", "normuon")) == any(name.endswith(".codes") for name in whole_tensors(ours))
 
     verified = subprocess.run([str(COMMAND), "inspect", "--verify", str(ours)], capture_output=True, text=True)
     assert verified.returncode == 0 and "verified: all" in verified.stdout, verified.stdout + verified.stderr
@@ -182,3 +191,80 @@ def test_the_package_loads_the_commands_checkpoint_and_the_command_resumes_the_p
 
     train(tmp_path, 2, *options, f"--checkpoint.resume={ours}", "--run.dir=resumed")
     assert_same(whole_tensors(tmp_path / "resumed" / "checkpoints" / "step-6"), unbroken)
+
+
+# ---- the same bits, and as many bytes as planned ---------------------------------------------------------------------
+
+
+def steps_of_the_package(rank, world, folders):
+    """From the command's first checkpoint on, each step with the gradients that the command had. Its first moments are
+    its gradients where beta1 is 0, clip factor and all."""
+    model = llama()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SOAP(
+        muon_groups(model.named_parameters()), lr=1e-2, betas=(0.0, 0.95), weight_decay=0.1, precondition_frequency=2,
+        adamw_betas=(0.0, 0.95),
+    )  # fmt: skip
+    loaded = checkpoint.load(folders[0], model, optimizer, restore_options=False)
+    assert loaded.step == 1
+    vectors = {id(param) for param in model.parameters() if param.ndim < 2}  # what `ragged train` doesn't decay
+    seen = []
+    for folder in folders[1:]:
+        after = whole_tensors(folder)
+        for name, param in model.named_parameters():
+            grad = after[f"state.{name}.exp_avg"]
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            if id(param) not in vectors:
+                seen.append((name, gathered(param), after[name]))
+            for key, value in optimizer.state[param].items():
+                if key != "step":
+                    seen.append((f"{name} {key}", gathered(value), after[f"state.{name}.{key}"]))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def soap_run(tmp_path_factory):
+    """Checkpoints of six steps of the command on three ranks, whose first moments are gradients."""
+    folder = train(
+        tmp_path_factory.mktemp("soap"), 3, "--optimizer.kind=soap", "--optimizer.precondition_frequency=2",
+        "--optimizer.betas=[0.0, 0.95]",
+        "--train.steps=6", "--train.warmup=0", "--train.lr=1e-2", "--train.min_lr_ratio=1", "--checkpoint.every=1",
+        "--checkpoint.keep=0", "--model.feed_forward=112",
+    )  # fmt: skip
+    return [folder.with_name(f"step-{step}") for step in range(1, 7)]
+
+
+def test_soap_steps_have_the_bits_of_the_commands(soap_run):
+    for world in (1, 2, 4):
+        for seen in run_threads(world, steps_of_the_package, soap_run):
+            for name, got, want in seen:
+                assert torch.equal(got, want), name
+            assert any(name.endswith("Q_L") for name, _, _ in seen)
+
+
+def test_plan_forecasts_the_bytes_of_soaps_states_on_the_fullest_rank(soap_run, tmp_path):
+    def params(names):
+        return [{"name": n, "shape": shapes[n], "kind": "embedding" if "embed" in n else "matrix",
+                 "role": "head" if "head" in n else "mlp"} for n in names]  # fmt: skip
+
+    tensors = index(soap_run[0])["tensors"]
+    shapes = {t["name"]: t["shape"] for t in tensors if not t["name"].startswith("state.")}
+    units = [[n for n in shapes if not n.startswith("layers.")]]
+    units += [[n for n in shapes if n.startswith(f"layers.{layer}.")] for layer in range(2)]
+    listed = [{"name": f"{i}", "params": params(unit)} for i, unit in enumerate(units)]
+    (tmp_path / "m.json").write_text(json.dumps({"format": 1, "name": "m", "units": listed}))
+    held = [0.0] * 3
+    for tensor in tensors:
+        if tensor["name"].startswith("state."):
+            shares = [int(unit) for unit in re.search(r"units=\[(.*)\]", tensor["placement"])[1].split(",")]
+            for rank, share in enumerate(shares):
+                held[rank] += 4 * math.prod(tensor["shape"]) * share / sum(shares)
+    arguments = [str(COMMAND), "plan", str(tmp_path / "m.json"), "--ranks", "3", "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forecast = json.loads(done.stdout)["bytes_per_rank"]["optimizer"]["soap"]
+    assert abs(forecast - max(held)) < 1e-3 * forecast, "the same roots; AdamW's part is aligned by other rules"

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed.tensor as stock
-from support.layouts import layout, make_mesh, values
-from support.optim import assert_same_bits, everything, give_gradients, plain_parameters, whole
+from support.layouts import make_mesh, values
+from support.optim import assert_same_bits, everything, give_gradients, plain_parameters, sharded_parameters
+from support.optim import randomly_sharded as sharded
+from support.optim import stepped, whole
 from support.ranks import run_ranks, run_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -32,25 +34,6 @@ def orthogonalised(grad, ns_coefficients, ns_steps, eps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.T if grad.size(0) > grad.size(1) else x).to(grad.dtype)
-
-
-def sharded(world, shapes, seed=0, mesh=None, wrap=lambda p: [p], dtype=torch.float32):
-    mesh = mesh or make_mesh(world)
-    size = mesh.size(mesh.ndim - 1)
-    return [
-        torch.nn.Parameter(
-            distribute_tensor(p.detach(), mesh, wrap(layout(p.shape, size, 31 * seed + i)), src_data_rank=None)
-        )
-        for i, p in enumerate(plain_parameters(shapes, dtype))
-    ]
-
-
-def stepped(optimizer, steps=5, first=0):
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for step in range(first, first + steps):
-        give_gradients(params, step)
-        optimizer.step()
-    return optimizer
 
 
 # ---- against torch -------------------------------------------------------------------------------------------------
@@ -157,6 +140,141 @@ def test_masters_are_exact_and_parameters_their_image():
         assert_same_bits([mine.state[p]["master"], p.detach()], [q.detach(), q.detach().bfloat16()])
 
 
+# ---- NorMuon, and momenta in 8 bits --------------------------------------------------------------------------------
+
+TILED = [(1, 4200), (31, 140), (32, 130), (33, 129), (40, 105), (200, 33), (3, 40, 70), (5, 8), (0, 3)]
+
+
+class RowTwin:
+    """NorMuon's update of one matrix (arXiv 2510.05491) from the momentum, in double precision."""
+
+    def __init__(self, param, beta):
+        self.param, self.beta, self.square = param.detach().double(), beta, torch.zeros(param.shape[0]).double()
+        self.momentum = torch.zeros(param.shape).double()
+
+    def step(self, grad, lr):
+        self.momentum = 0.95 * self.momentum + 0.05 * grad.double()
+        nesterov = 0.95 * self.momentum + 0.05 * grad.double()
+        update = orthogonalised(nesterov, (3.4445, -4.7750, 2.0315), 5, 1e-30)
+        self.square = self.beta * self.square + (1 - self.beta) * (update**2).mean(1)
+        scaled = update / self.square.sqrt()[:, None]
+        scaled *= update.norm() / scaled.norm()
+        self.param -= lr * max(1, self.param.shape[0] / self.param.shape[1]) ** 0.5 * scaled
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_normuon_divides_rows_by_the_root_of_their_moving_mean_square(world):
+    def body(rank, world):
+        params = sharded(world, MATRICES)
+        optimizer = Muon(params, lr=0.02, weight_decay=0.0, normuon=True, row_beta2=0.9, **EXACT)
+        twins = [RowTwin(whole(p), 0.9) for p in params]
+        for step in range(6):
+            stepped(optimizer, 1, first=step)
+            for param, twin in zip(params, twins, strict=True):
+                twin.step(whole(param.grad), 0.02)
+                torch.testing.assert_close(whole(param).double(), twin.param, rtol=1e-4, atol=1e-5)
+                rows = whole(optimizer.state[param]["row_exp_avg_sq"]).double()
+                torch.testing.assert_close(rows, twin.square, rtol=1e-4, atol=1e-6)
+        return True
+
+    assert run_threads(world, body) == [True] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_normuon_sharded_equals_unsharded_bit_for_bit(world):
+    want = everything(stepped(Muon(plain_parameters(SHAPES), normuon=True)))
+
+    def body(rank, world):
+        return everything(stepped(Muon(sharded(world, SHAPES, seed=world), normuon=True)))
+
+    for got in run_threads(world, body):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("options", [{"momentum_format": "power", "normuon": True}, {"momentum_format": "dynamic"}])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_momenta_in_tiles_sharded_equal_unsharded_bit_for_bit(options, world):
+    want = everything(stepped(Muon(plain_parameters(TILED), **options)))
+
+    def body(rank, world):
+        return everything(stepped(Muon(sharded_parameters(make_mesh(world), TILED, seed=world), **options)))
+
+    for got in run_threads(world, body):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("momentum_format", ["power", "dynamic"])
+def test_a_step_from_codes_is_the_step_from_what_they_decode_to(momentum_format):
+    (coded,), (exact,) = plain_parameters([(70, 45)]), plain_parameters([(70, 45)])
+    mine, other = Muon([coded], momentum_format=momentum_format), Muon([exact])
+    for step in range(4):
+        state, place = mine.state[coded], ((70, 45), 0, 70 * 45, momentum_format, True)
+        before = _C.decode_tiles(state["momentum_codes"].reshape(-1), state["momentum_scales"].reshape(-1), *place)
+        with torch.no_grad():
+            other.state[exact]["momentum_buffer"].copy_(before.view(70, 45)), exact.copy_(coded)
+        stepped(mine, 1, first=step), stepped(other, 1, first=step)
+        assert_same_bits([coded.detach()], [exact.detach()])
+        after = _C.decode_tiles(state["momentum_codes"].reshape(-1), state["momentum_scales"].reshape(-1), *place)
+        want = other.state[exact]["momentum_buffer"]
+        assert (after.view(70, 45) - want).norm() < 0.02 * want.norm()
+
+
+def test_groups_have_formats_of_their_own_and_flattened_tiles_are_those_of_the_flat_matrix():
+    kernel, flat = torch.nn.Parameter(values((40, 3, 5, 3))), torch.nn.Parameter(values((40, 3, 5, 3)).reshape(40, 45))
+    shapes = [(40, 45), (33, 34)]
+    rest, alone = plain_parameters(shapes), plain_parameters(shapes)
+    tiles = {"momentum_format": "power", "normuon": True, "row_beta2": 0.9}
+    mine = Muon([{"params": [kernel], "flatten": True, **tiles}, {"params": rest, "momentum_format": "bf16"}])
+    others = [Muon([flat], **tiles), Muon(alone, state_dtype=torch.bfloat16)]
+    for step in range(4):
+        flat.grad = values((40, 45), seed=step)
+        kernel.grad = flat.grad.reshape(kernel.shape).clone()
+        give_gradients(rest, step), give_gradients(alone, step)
+        for optimizer in (mine, *others):
+            optimizer.step()
+    assert_same_bits([t.reshape(-1) for t in everything(mine)], [t.reshape(-1) for o in others for t in everything(o)])
+    assert mine.state[kernel]["momentum_scales"].shape == (2, 2) and mine.state[kernel]["row_exp_avg_sq"].shape == (40,)
+    assert [line.split()[-4:] for line in mine.table().splitlines()[1:-1]] == [
+        ["32x32", "32", "rows", f"{1800 + 16 + 160:,}"], ["muon", "bf16", "element", "3,600"],
+        ["muon", "bf16", "element", "2,244"],
+    ]  # fmt: skip
+
+
+def test_stock_dtensors_and_flattened_ones_cut_by_rows_keep_tiles_and_rows():
+    shapes, options = [(64, 45), (128, 2, 5, 3)], {"momentum_format": "power", "normuon": True}
+
+    def groups(params):
+        return [{"params": params[:1]}, {"params": params[1:], "flatten": True}]
+
+    want = everything(stepped(Muon(groups(plain_parameters(shapes)), **options)))
+
+    def body(rank, world):
+        mesh = make_mesh(world)
+        params = [
+            torch.nn.Parameter(stock.distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain_parameters(shapes)
+        ]
+        return everything(stepped(Muon(groups(params), **options)))
+
+    for got in run_threads(2, body):
+        assert_same_bits(got, want)
+
+
+def test_a_cut_through_a_tile_names_the_remedy_on_all_ranks_alike():
+    def body(rank, world):
+        param = distribute_tensor(values((64, 8)), make_mesh(world), [RaggedShard(1, (1, 3), (64, 8))])
+        with pytest.raises(ValueError, match="strips of 32 rows") as error:
+            Muon([("w", torch.nn.Parameter(param))], momentum_format="power")
+        kernel = distribute_tensor(values((64, 2, 4)), make_mesh(world), [RaggedShard(1, (1, 3), (64, 2, 4))])
+        with pytest.raises(ValueError, match=r"Let shard_policy return ragged_fsdp.blocks.elements\(256\) for it"):
+            Muon([{"params": [torch.nn.Parameter(kernel)], "flatten": True, "momentum_format": "power"}])
+        assert "(param 'w'). Shard with fully_shard(.., shard_policy=ragged_fsdp.optim.tile_rows)" in str(error.value)
+        return str(error.value)
+
+    texts = run_threads(2, body)
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("or give this parameter momentum_format='fp32' in a group of its own.")
+
+
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +346,10 @@ def test_mistakes_raise_at_construction():
         ([matrix], {"ns_coefficients": (1.0, 2.0, float("nan"))}, "name of a set or three numbers"),
         ([matrix], {"momentum": 1.0}, r"momentum in \[0, 1\)"),
         ([matrix], {"replicas": "both"}, "'repeat' or 'share'"),
+        ([matrix], {"row_beta2": 1.0}, r"row_beta2 in \[0, 1\)"),
+        ([matrix], {"momentum_format": "fp8"}, "momentum_format to be one of"),
+        ([matrix], {"state_dtype": torch.float16}, "state_dtype float32 or bfloat16"),
+        ([{"params": [matrix], "algorithm": "adamw", "normuon": True}], {}, "options of adamw in a group"),
         ([matrix], {"wire_dtype": torch.float16}, "wire_dtype float32 or bfloat16"),
         ([{"params": [matrix], "betas": (0.9, 0.9)}], {}, "options of muon in a group with algorithm 'muon'"),
         ([{"params": [matrix], "algorithm": "adamw", "nesterov": True}], {}, "options of adamw in a group"),
@@ -274,17 +396,32 @@ def test_schedulers_may_change_rate_and_momentum():
     assert math.isclose(mine.param_groups[0]["lr"], 1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum_format": "power", "normuon": True}], ids=["fp32", "8 bits"])
 @pytest.mark.parametrize("way", ["state dict", "deepcopy"])
-def test_a_restored_optimizer_continues_bit_for_bit(way):
+def test_a_restored_optimizer_continues_bit_for_bit(way, options):
     params = plain_parameters(MATRICES)
-    optimizer = stepped(Muon(params), 3)
+    optimizer = stepped(Muon(params, **options), 3)
     if way == "deepcopy":
         other = copy.deepcopy(optimizer)
     else:
         again = copy.deepcopy(params)
-        other = Muon(again)
+        other = Muon(again, **options)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same_bits(everything(stepped(other, 3, first=3)), everything(stepped(optimizer, 3, first=3)))
+
+
+def test_states_in_another_format_raise_and_change_nothing():
+    saved = stepped(Muon(plain_parameters([(40, 33)]), momentum_format="power", normuon=True), 2).state_dict()
+    for options, text in [
+        ({"momentum_format": "dynamic", "normuon": True}, "Build the optimizer with momentum_format='power'"),
+        ({"normuon": True}, "Build the optimizer with momentum_format='power'"),
+        ({"momentum_format": "power"}, r"Expected the states \['momentum_codes', 'momentum_scales'\], but got"),
+    ]:
+        optimizer = stepped(Muon(plain_parameters([(40, 33)]), **options), 1)
+        before = everything(optimizer)
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        assert_same_bits(everything(optimizer), before)
 
 
 def test_parameters_without_gradients_are_untouched():

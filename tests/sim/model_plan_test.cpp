@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -105,6 +106,64 @@ TEST(ModelPlan, optimizers_have_names_and_sizes) {
   EXPECT_EQ(optimizer_bytes(plan, Optimizer::kSgd), 0);
   EXPECT_NEAR(optimizer_bytes(plan, Optimizer::kAdamW), 8.0 * static_cast<double>(plan.largest_load()), 1.0);
   EXPECT_LT(optimizer_bytes(plan, Optimizer::kMuon), optimizer_bytes(plan, Optimizer::kAdamW));
+}
+
+// Bytes of SOAP's states of a matrix, from the paper's: two moments, and two squares a side that isn't too long.
+double soap_by_hand(const plan::InventoryTensor& tensor) {
+  const auto m = static_cast<double>(tensor.shape[tensor.shape.size() - 2]);
+  const auto n = static_cast<double>(tensor.shape.back());
+  const double one = 4 * (2 * m * n + (m <= 10000 ? 2 * m * m : 0) + (n <= 10000 ? 2 * n * n : 0));
+  return static_cast<double>(tensor.numel()) / (m * n) * one;
+}
+
+TEST(SoapBytes, one_rank_has_all_of_them_and_adamws_of_the_rest) {
+  for (const char* model : {"smollm-135m", "gpt-oss-20b-fused", "gpt-oss-20b-hf-fused"}) {
+    const ModelPlan plan = planned(model, 1);
+    double own = 0;
+    double rest = 0;
+    for (const UnitKind& kind : plan.kinds) {
+      for (const plan::InventoryTensor& tensor : kind.tensors) {
+        const bool goes_to_adamw = tensor.shape.size() < 2 || tensor.kind == "embedding" || tensor.role == "head" ||
+            tensor.role == "router" || tensor.role == "expert_bias";
+        (goes_to_adamw ? rest : own) +=
+            kind.count * (goes_to_adamw ? 8 * static_cast<double>(tensor.numel()) : soap_by_hand(tensor));
+      }
+    }
+    EXPECT_DOUBLE_EQ(optimizer_bytes(plan, Optimizer::kSoap), own + rest) << model;
+  }
+}
+
+TEST(SoapBytes, states_lie_whole_on_the_rank_that_is_root_of_most) {
+  const auto layer = [](int number, Index rows, Index cols, const char* kind = "layers") {
+    return plan::InventoryUnit{
+        .name = fmt::format("layers.{}", number),
+        .kind = kind,
+        .is_layer = true,
+        .tensors = {{.name = fmt::format("layers.{}.w", number), .shape = {rows, cols}, .kind = "matrix"}}};
+  };
+  Model model{.inventory = {.name = "by hand", .units = {layer(0, 30, 70), layer(1, 30, 70), layer(2, 30, 70)}}};
+  const double one = 4 * (2 * 30 * 70 + 2 * 30 * 30 + 2 * 70 * 70);
+  for (const auto& [ranks, most] : {std::pair{1, 3.0}, {2, 2.0}, {3, 1.0}, {4, 1.0}, {64, 1.0}})
+    EXPECT_DOUBLE_EQ(optimizer_bytes(plan_model(model, {.ranks = ranks}), Optimizer::kSoap), most * one) << ranks;
+  model.inventory.units = {layer(0, 10000, 3), layer(1, 10001, 3, "longer")};
+  EXPECT_DOUBLE_EQ(
+      optimizer_bytes(plan_model(model, {.ranks = 1}), Optimizer::kSoap),
+      4 * (2e8 + 2 * 9 + 6e4) + 4 * (2 * 9 + 2 * 3 * 10001.0));
+}
+
+TEST(SoapBytes, of_many_matrices_no_rank_has_more_than_twice_its_part_and_asking_once_is_asking_often) {
+  const double all = optimizer_bytes(planned("gpt-oss-20b-fused", 1), Optimizer::kSoap);
+  for (const int ranks : {3, 16}) {
+    const ModelPlan plan = planned("gpt-oss-20b-fused", ranks);
+    const std::vector<double> bytes = soap_bytes(plan);
+    EXPECT_NEAR(std::accumulate(bytes.begin(), bytes.end(), 0.0), all, 1.0);
+    const double most = optimizer_bytes(plan, Optimizer::kSoap);
+    EXPECT_GE(most, all / ranks);
+    EXPECT_LE(most, 2 * all / ranks);
+    EXPECT_GT(most, optimizer_bytes(plan, Optimizer::kAdamW));
+    const LayoutRequest once{.ranks = ranks, .with_soap = true};
+    EXPECT_EQ(plan_model(load_model("gpt-oss-20b-fused"), once).soap_bytes, most);
+  }
 }
 
 TEST(PlanReport, json_has_stable_names) {

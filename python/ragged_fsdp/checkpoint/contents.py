@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from ragged_fsdp.checkpoint.parts import Entry
 from ragged_fsdp.optim.adamw import AdamW
 from ragged_fsdp.optim.adamw8bit import AdamW8bit
 from ragged_fsdp.optim.base import ShardedOptimizer
-from ragged_fsdp.optim.muon import Muon
+from ragged_fsdp.optim.matrices import MatrixOptimizer
 from ragged_fsdp.placement import invalid
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -71,8 +72,9 @@ class Stepped:
 
     def kind(self) -> str:
         """What `ragged train` calls the optimizer; empty for others."""
-        if isinstance(self.optimizer, Muon):
-            return self.group["algorithm"]
+        if isinstance(self.optimizer, MatrixOptimizer):
+            normuon = self.group["algorithm"] == "muon" and self.group["normuon"]
+            return "normuon" if normuon else self.group["algorithm"]
         if isinstance(self.optimizer, AdamW8bit):
             return "adamw8bit"
         return "adamw" if isinstance(self.optimizer, (AdamW, torch.optim.AdamW)) else ""
@@ -80,15 +82,20 @@ class Stepped:
     def _file_key(self, key: str) -> str:
         if not isinstance(self.optimizer, ShardedOptimizer):
             return key
-        # ragged/optim has a dot there.
+        # ragged/optim has a dot there, and a matrix's number before its state.
         for part in ("codes", "scales"):
             key = f"{key.removesuffix('_' + part)}.{part}" if key.endswith("_" + part) else key
+        if numbered := re.fullmatch(r"(\w+)_(\d+)", key):
+            return f"{numbered[2]}.{numbered[1]}"
         return "momentum" if key == "momentum_buffer" else key
 
     def _format(self, key: str) -> str:
-        if isinstance(self.optimizer, AdamW8bit) and key.endswith(("_codes", "_scales")):
-            return f"{self.group['format']} 32x32"
-        return ""
+        # One for a parameter, as in ragged/optim: NorMuon's rows have that of the codes beside them.
+        if not isinstance(self.optimizer, ShardedOptimizer) or key == "master":
+            return ""
+        if not any(each.endswith("_codes") for each in self.state):
+            return ""
+        return f"{self.group.get('format') or self.group['momentum_format']} 32x32"
 
 
 def canonical(name: str) -> str:
@@ -175,7 +182,7 @@ def groups_of(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list
 
 def restore_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
     """Gives each group whose parameters were in one group the options that it had then, where they are of the type that
-    they have now."""
+    they have now; not those that say which states there are."""
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names = {(id(item.optimizer), item.param): item.name for item in stepped(model, optimizers)}
     for optimizer in optimizers:
@@ -184,8 +191,9 @@ def restore_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer], sa
             number = numbers.pop() if len(numbers) == 1 else None
             if number is None:
                 continue
+            fixed = getattr(optimizer, "decides_states", frozenset())
             for key, value in saved[number]["options"].items():
-                if key in group:
+                if key in group and key not in fixed:
                     group[key] = _restored(group[key], value)
 
 

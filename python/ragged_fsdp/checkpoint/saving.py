@@ -88,7 +88,10 @@ class Checkpointer:
         self.timeout = timeout
         self._ranks = Ranks.of(process_group)
         self._saver = _C.CheckpointSaver(self._ranks.all, str(self.root))
-        self._pending: PendingSave | None = None
+        # Of what is being written; weak, so that an object which nobody finishes ends where its last name does, not when
+        # the collector comes by: its threads and its group must not outlive it.
+        self._pending: weakref.ref[PendingSave] | None = None
+        self._step = -1
 
     def save(
         self, model: Model, optimizer: Optimizers = None, *, step: int, extra: Any = None, rank_extra: Any = None
@@ -111,7 +114,9 @@ class Checkpointer:
 
     def finish(self) -> Saved | None:
         """Publishes what is being written, if anything is; the end of a run. Raises what went wrong. Collective."""
-        return self._pending.result() if self._pending else None
+        if self._pending is None:
+            return None
+        return (self._pending() or PendingSave(self, self._step)).result()
 
     def _start(
         self, model: Model, optimizer: Optimizers, step: int, extra: Any, rank_extra: Any, is_async: bool
@@ -127,8 +132,9 @@ class Checkpointer:
 
         parts, texts, integers, own = self._ranks.agreed(prepare)
         self._saver.start(step, parts.parts, texts, integers, own, self.keep, is_async, self.timeout)
-        self._pending = PendingSave(self, step)
-        return self._pending
+        pending = PendingSave(self, step)
+        self._pending, self._step = weakref.ref(pending), step
+        return pending
 
     def _finish(self, pending: PendingSave) -> None:
         self._pending = pending._owner = None

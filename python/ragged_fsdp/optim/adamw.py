@@ -9,7 +9,7 @@ import torch
 from ragged_fsdp.optim import adam
 from ragged_fsdp.optim.base import ParamsT, ShardedOptimizer, refuse_switches
 from ragged_fsdp.optim.errors import refuse
-from ragged_fsdp.optim.pieces import local_of
+from ragged_fsdp.optim.pieces import DTYPES, local_of
 
 
 class AdamW(ShardedOptimizer):
@@ -55,12 +55,12 @@ class AdamW(ShardedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         adam.check_options(self.operation, group)
-        if group["state_dtype"] not in (torch.float32, torch.bfloat16):
+        if group["state_dtype"] not in DTYPES:
             refuse(self.operation, "state_dtype float32 or bfloat16", group["state_dtype"],
                    "AdamW8bit keeps moments in 8 bits.")  # fmt: skip
 
     def _moments(self, group: dict[str, Any], param: torch.Tensor, name: str) -> torch.dtype | str:
-        return group["state_dtype"]
+        return DTYPES[group["state_dtype"]]
 
     def _new_state(self, group: dict[str, Any], param: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         return adam.new_state(param, name, self._moments(group, param, name), group["master_weights"])

@@ -1,8 +1,9 @@
-"""What AdamW, AdamW8bit and Muon share: options and their checks, states that exist from construction, loading that
-casts nothing, and the frame of a step. The arithmetic is C++ (ragged/optim); who does what is in the subclasses.
+"""What AdamW, AdamW8bit, Muon and SOAP share: options and their checks, states that exist from construction, loading
+that casts nothing, and the frame of a step. The arithmetic is C++ (ragged/optim); who does what is in the subclasses.
 
 [Note: states]
-A parameter's state is `self.state[p]`: tensors of the parameter's own placement and a 0-dim fp32 `step`. It is made
+A parameter's state is `self.state[p]`: tensors of the parameter's own placement (of SOAP whole on one rank, see [Note:
+states on their root] in soap.py) and a 0-dim fp32 `step`. It is made
 when the optimizer is, on every rank and for empty pieces too, so that all ranks have the same keys and
 torch.distributed.checkpoint, which loads in place, finds something to load into. A parameter that doesn't require a
 gradient has none until it does. Loading copies into these tensors: dtypes stay what the options say, and codes of 8-bit
@@ -22,7 +23,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from ragged_fsdp import _C
 from ragged_fsdp.optim.errors import refuse
-from ragged_fsdp.optim.pieces import local_of
+from ragged_fsdp.optim.pieces import dtype_name, local_of
+from ragged_fsdp.optim.table import table
 from ragged_fsdp.params import replaced_by_unit
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.tensor import distribute_tensor
@@ -60,13 +62,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf
     operation = "optim"
+    # Options that a checkpoint doesn't give back: states are made by then.
+    decides_states = frozenset({"state_dtype", "master_weights", "format", "state_format"})
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: str) -> None:
         if nonfinite not in NONFINITE:
             refuse(self.operation, f"nonfinite to be one of {NONFINITE}", repr(nonfinite), "Correct the option.")
         self.nonfinite = nonfinite
         self.nonfinite_steps = 0  # skipped or raised for
-        super().__init__(params, defaults)
+        super().__init__(params, _with_names(defaults))
 
     # ---- for subclasses ----
 
@@ -91,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         position = len(self.param_groups)
         if isinstance(param_group, dict):
             self._check_keys(param_group)
-            param_group = self._complete(dict(param_group))
+            param_group = _with_names(self._complete(dict(param_group)))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -198,6 +202,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         return False
 
+    def table(self) -> str:
+        """What is kept of each parameter: optimizer, format, bytes on this rank, a line for all layers that are alike.
+        Text, for print(). Not collective."""
+        self._make_all_states()
+        return table(self)
+
     # ---- state dicts ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,6 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            group.update(_with_names(group))
         if incoming is not None:
             self._copy_in(*incoming)
             self._after_load()
@@ -286,6 +297,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _copy(tensor, fresh[key])
         for key, value in others.items():
             self.state[key] = value
+
+
+def _with_names(options: dict[str, Any]) -> dict[str, Any]:
+    """state_dtype by name: torch's full state dicts take no torch.dtype in a group."""
+    given = options.get("state_dtype")
+    return {**options, "state_dtype": dtype_name(given)} if isinstance(given, torch.dtype) else options
 
 
 def _lie_alike(grad: torch.Tensor, param: torch.Tensor) -> bool:

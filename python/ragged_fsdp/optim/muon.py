@@ -1,63 +1,30 @@
 """Muon over pieces of matrices: momentum stays on its shard, matrices visit one rank each to be orthogonalised, packed
 into one all-to-all there and one back for each unit. The step is C++ (ragged/optim/muon_plan.h); here are torch's
-interface, the groups, and the states.
+interface, the options, and the states.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ragged_fsdp import _C
-from ragged_fsdp.mesh import communicator_of
 from ragged_fsdp.optim import adam
-from ragged_fsdp.optim.base import ParamsT, ShardedOptimizer
+from ragged_fsdp.optim.base import ParamsT
 from ragged_fsdp.optim.errors import refuse
-from ragged_fsdp.optim.pieces import like, local_of
-from ragged_fsdp.params import unit_number
-from ragged_fsdp.placement import Interval, RaggedShard, shard_interval
+from ragged_fsdp.optim.matrices import MatrixOptimizer, Together, matrix_groups
+from ragged_fsdp.optim.pieces import DTYPES, like, local_of, rows_like, tile_scales_like
 
 KELLER = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-NOT_MATRICES = r"(^|\.)(embed\w*|tok_embeddings|wte|wpe|lm_head|head|output|router|gate)\.|bias$"
-_BUCKET_ELEMENTS = 1 << 25  # what travels together where parameters belong to no unit
-_ONLY_ADAMW, _ONLY_MUON = {"betas"}, {"momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "splits",
-                                      "flatten"}  # fmt: skip
+
+muon_groups = matrix_groups
 
 
-def muon_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], adamw: str = NOT_MATRICES
-) -> list[dict[str, Any]]:
-    """Two groups for Muon: matrices and stacks of them; and, for AdamW, parameters below 2-D and those whose name the
-    regular expression `adamw` finds (embeddings, heads, routers, biases). Raises InvalidArgument where no matrix is
-    left.
-    """
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "algorithm": "adamw"}]
-    for name, param in named_parameters:
-        groups[param.ndim < 2 or bool(re.search(adamw, name))]["params"].append((name, param))
-    if not groups[0]["params"]:
-        refuse("muon_groups", "a parameter of two dims whose name isn't excluded", "none", "Correct the expression.")
-    return [group for group in groups if group["params"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """How a parameter lies, as all ranks of its shard group see it."""
-
-    shape: tuple[int, ...]  # what they cut
-    intervals: tuple[Interval, ...]
-    shard: tuple[Any, int] | None  # (mesh, dim); none: this process has all of it
-    replicate: tuple[Any, int] | None
-
-
-class Muon(ShardedOptimizer):
+class Muon(MatrixOptimizer):
     """Muon (Jordan et al., 2024) as torch.optim.Muon has it, for sharded matrices, stacks of matrices and, in groups of
     their own, fused ones: the update is the orthogonalised Nesterov momentum. Each matrix is orthogonalised whole on
     one rank; what travels is packed into two all-to-alls a unit and step, made from a plan that construction works out.
@@ -72,6 +39,10 @@ class Muon(ShardedOptimizer):
         0.2 sqrt(max(rows, columns)) (Moonlight), which shares lr and weight decay with AdamW.
     eps: is there for torch's signature and has one value. Matrices are scaled by a power of two and normalised in fp32,
         so that gradients of 1e-30 count as those of 1; zero gives zero.
+    normuon: NorMuon (arXiv 2510.05491): rows of the orthogonalised matrix are divided by the root of a moving average
+        of their mean squares, with row_beta2, and the whole is scaled back to its length. One more number a row.
+    momentum_format: "fp32", "bf16", or a byte an element in tiles of 32 x 32 as "power" or "dynamic" (see AdamW8bit),
+        for which ranks own whole tiles: shard with `shard_policy=ragged_fsdp.optim.tile_rows`. None: state_dtype.
     splits: of a group: rows of the matrices that each fused parameter in it is made of, as (q, k, v); each is
         orthogonalised by itself.
     flatten: of a group: [out, ...] is one matrix of `out` rows (convolutions).
@@ -82,10 +53,17 @@ class Muon(ShardedOptimizer):
         results.
     buckets_in_flight: units on the wire around the one that computes.
 
-    step() is collective: ranks must agree on which parameters have gradients. States: momentum_buffer; and AdamW's.
+    Groups may have any option of their own but wire_dtype, ns_dtype, nonfinite, replicas and buckets_in_flight. step()
+    is collective: ranks must agree on which parameters have gradients. States: momentum_buffer, or momentum_codes and
+    momentum_scales; row_exp_avg_sq with normuon; and AdamW's.
     """
 
     operation = "Muon"
+    algorithm = "muon"
+    only_matrices = frozenset({"momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "normuon",
+                               "row_beta2", "momentum_format", "splits", "flatten"})  # fmt: skip
+    only_adamw = frozenset({"betas"})
+    decides_states = MatrixOptimizer.decides_states | {"normuon", "momentum_format", "splits", "flatten"}
 
     def __init__(
         self,
@@ -99,6 +77,9 @@ class Muon(ShardedOptimizer):
         ns_steps: int | None = None,
         adjust_lr_fn: str | None = None,
         *,
+        normuon: bool = False,
+        row_beta2: float = 0.95,
+        momentum_format: str | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         state_dtype: torch.dtype = torch.float32,
@@ -114,127 +95,68 @@ class Muon(ShardedOptimizer):
             refuse(self.operation, f"eps {EPS}", eps, remedy)
         if replicas not in ("repeat", "share"):
             refuse(self.operation, "replicas 'repeat' or 'share'", repr(replicas), "Correct the option.")
-        for name, dtype in (("wire_dtype", wire_dtype), ("ns_dtype", ns_dtype), ("state_dtype", state_dtype)):
+        for name, dtype in (("wire_dtype", wire_dtype), ("ns_dtype", ns_dtype)):
             if dtype not in (torch.float32, torch.bfloat16):
                 refuse(self.operation, f"{name} float32 or bfloat16", dtype, "Correct the option.")
-        self._movement = (wire_dtype, ns_dtype, replicas, buckets_in_flight)
-        self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
-        self._plans: dict[Any, Any] = {}
+        self._movement = (wire_dtype, ns_dtype, replicas)
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "algorithm": "muon", "splits": None, "flatten": False, "state_dtype": state_dtype,
-            "master_weights": master_weights, "betas": adamw_betas,
+            "normuon": normuon, "row_beta2": row_beta2, "momentum_format": momentum_format,
+            "state_dtype": state_dtype, "master_weights": master_weights, "betas": adamw_betas,
         }  # fmt: skip
-        super().__init__(params, defaults, nonfinite)
-        self._all_plans()
+        adamw = {"betas": adamw_betas, "eps": adamw_eps}
+        super().__init__(params, defaults, nonfinite, adamw, buckets_in_flight)
 
-    # ---- groups ----
+    # ---- groups and states ----
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's. Collective once the optimizer is built, as construction is."""
-        super().add_param_group(param_group)
-        if self.__dict__.get("_is_built"):
-            self._all_plans()
-
-    def _complete(self, group: dict[str, Any]) -> dict[str, Any]:
-        algorithm = group.get("algorithm", "muon")
-        if algorithm not in ("muon", "adamw"):
-            refuse(self.operation, "algorithm 'muon' or 'adamw'", repr(algorithm), "Correct the group.")
-        wrong = group.keys() & (_ONLY_MUON if algorithm == "adamw" else _ONLY_ADAMW)
-        if wrong:
-            refuse(self.operation, f"options of {algorithm} in a group with algorithm '{algorithm}'",
-                   f"'{min(wrong)}'", "Move it to the other group.")  # fmt: skip
-        return {**self._adamw, **group} if algorithm == "adamw" else group
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        if group["algorithm"] == "adamw":
-            adam.check_options(self.operation, group)
-            return
-        adam.check_rates(self.operation, group)
-        if not 0.0 <= float(group["momentum"]) < 1.0:
-            refuse(self.operation, "momentum in [0, 1)", group["momentum"], "Correct the option.")
+    def _check_matrices(self, group: dict[str, Any]) -> None:
+        for key in ("momentum", "row_beta2"):
+            if not 0.0 <= float(group[key]) < 1.0:
+                refuse(self.operation, f"{key} in [0, 1)", group[key], "Correct the option.")
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             refuse(self.operation, "adjust_lr_fn None, 'original' or 'match_rms_adamw'", repr(group["adjust_lr_fn"]),
                    "Fold another factor into the lr of a group.")  # fmt: skip
+        if group["momentum_format"] not in (None, *DTYPES, *adam.FORMATS):
+            refuse(self.operation, f"momentum_format to be one of {(*DTYPES, *adam.FORMATS)}",
+                   repr(group["momentum_format"]), "Leave it out for that of state_dtype.")  # fmt: skip
         _check_coefficients(group["ns_coefficients"])
         if group["eps"] != EPS:
             refuse(self.operation, f"eps {EPS}", group["eps"], "It has nothing to do here: leave it out.")
 
-    def _check_param(self, param: torch.Tensor, name: str) -> None:
-        super()._check_param(param, name)
-        group = self.param_groups[-1]
-        if group["algorithm"] == "adamw":
-            return
-        if param.ndim < 2:
-            refuse(self.operation, "matrices or stacks of matrices", f"shape {tuple(param.shape)}",
-                   "Put it into a group with algorithm='adamw', as muon_groups(model.named_parameters()) does.",
-                   name)  # fmt: skip
-        if group["splits"] is not None:
-            rows = param.shape[0] if group["flatten"] else param.shape[-2]
-            if sum(group["splits"]) != rows or min(group["splits"]) < 1:
-                refuse(self.operation, f"splits of at least 1 row that add up to {rows}", tuple(group["splits"]),
-                       "Give parameters that are fused otherwise a group of their own.", name)  # fmt: skip
-        _held(param, name, group["flatten"])
-
-    def _new_state(self, group: dict[str, Any], param: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        if group["algorithm"] == "adamw":
-            return adam.new_state(param, name, group["state_dtype"], group["master_weights"])
-        state = {"momentum_buffer": like(param, group["state_dtype"])}
-        if group["master_weights"] and param.dtype != torch.float32:
-            state["master"] = like(param, torch.float32)
-            local_of(state["master"]).copy_(local_of(param))
+    def _new_matrix_state(self, group: dict[str, Any], param: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        format = group["momentum_format"]
+        if format in adam.FORMATS:
+            state = {
+                "momentum_codes": like(param, torch.uint8),
+                "momentum_scales": tile_scales_like(param, name, self.operation, group["flatten"]),
+            }
+            local_of(state["momentum_codes"]).fill_(_C.zero_code(format, True))
+        else:
+            state = {"momentum_buffer": like(param, DTYPES[format or group["state_dtype"]])}
+        if group["normuon"]:
+            state["row_exp_avg_sq"] = rows_like(param, group["flatten"])
         return state
+
+    def _check_loaded_group(self, group: dict[str, Any], saved: dict[str, Any], position: int) -> None:
+        if group["algorithm"] != self.algorithm:
+            return
+        own, other = group["momentum_format"], saved.get("momentum_format")
+        if own != other and (own in adam.FORMATS or other in adam.FORMATS):
+            refuse("load_state_dict", f"a momentum in the format {own!r}", f"{other!r} in group {position}",
+                   f"Build the optimizer with momentum_format={other!r}.")  # fmt: skip
 
     # ---- plans ----
 
-    def _all_plans(self) -> None:
-        self._is_built = True
-        for position, group in enumerate(self.param_groups):
-            if group["algorithm"] == "muon":
-                self._plans_of(position)
+    def _plan_key(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"],
+                group["normuon"], float(group["row_beta2"]))  # fmt: skip
 
-    def _plans_of(self, position: int) -> list[tuple[Any, list[torch.Tensor]]]:
-        """(plan, its parameters) of a group, one for each set of ranks that shard together. Made once, and again after
-        an option that is part of it has changed; collective then."""
-        group = self.param_groups[position]
-        key = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"],
-               tuple(group["params"]))  # fmt: skip
-        known = self._plans.get(position)
-        if known is None or not _same(known[0], key):
-            known = self._plans[position] = (key, self._make_plans(position))
-        return known[1]
-
-    def _make_plans(self, position: int) -> list[tuple[Any, list[torch.Tensor]]]:
-        group = self.param_groups[position]
-        by_ranks: dict[Any, list[int]] = {}
-        held = []
-        for index, (param, name) in enumerate(zip(group["params"], self._names_of(position), strict=True)):
-            held.append(_held(param, name, group["flatten"]))
-            by_ranks.setdefault((held[-1].shard, held[-1].replicate), []).append(index)
-        buckets = _buckets([unit_number(p) for p in group["params"]], [p.numel() for p in group["params"]])
-        return [
-            (self._plan(position, where, indices, held, buckets), [group["params"][i] for i in indices])
-            for where, indices in by_ranks.items()
-        ]
-
-    def _plan(
-        self, position: int, where: Any, indices: Sequence[int], held: Sequence[_Held], buckets: Sequence[int]
-    ) -> Any:
-        group, names = self.param_groups[position], self._names_of(position)
-        wire, dtype, replicas, in_flight = self._movement
-        device = local_of(group["params"][indices[0]]).device
-        shard, replicate = (
-            communicator_of(*mesh_dim, device) if mesh_dim else _C.Communicator(None, device, "alone")
-            for mesh_dim in where
-        )
+    def _make_plan(self, group: dict[str, Any], together: Together) -> Any:
+        wire, dtype, replicas = self._movement
+        shard, replicate = together.communicators()
         return _C.MuonPlan(
-            names=[names[i] for i in indices],
-            shapes=[list(held[i].shape) for i in indices],
-            held=[list(held[i].intervals) for i in indices],
-            splits=list(group["splits"] or ()),
-            buckets=[buckets[i] for i in indices],
-            flatten=group["flatten"],
+            **together.arguments,
             momentum=float(group["momentum"]),
             nesterov=bool(group["nesterov"]),
             scale=group["adjust_lr_fn"] or "original",
@@ -242,71 +164,36 @@ class Muon(ShardedOptimizer):
             num_steps=group["ns_steps"] or 0,
             ns_dtype=dtype,
             wire_dtype=wire,
+            normuon=bool(group["normuon"]),
+            row_beta2=float(group["row_beta2"]),
             share_replicas=replicas == "share",
-            buckets_in_flight=in_flight,
+            buckets_in_flight=self._buckets_in_flight,
             shard=shard,
             replicate=replicate,
         )
 
     # ---- the step ----
 
-    def _masters(self) -> adam.Masters:
-        return self.__dict__.setdefault("_kept_masters", adam.Masters())
-
-    def _work(self, algorithm: str, only_with_grad: bool = True) -> list[adam.Work]:
-        return [
-            (group, param, self.state[param])
-            for group in self.param_groups
-            if group["algorithm"] == algorithm
-            for param in group["params"]
-            if (param.grad is not None or not only_with_grad) and param in self.state
-        ]
-
-    def _update(self, scale: float) -> None:
-        masters = self._masters()
-        work = [*self._work("muon"), *self._work("adamw")]
-        masters.follow(work)
-        for position, group in enumerate(self.param_groups):
-            if group["algorithm"] == "muon":
-                for plan, params in self._plans_of(position):
-                    self._step_plan(plan, group, params, scale)
-        adam.step(self._work("adamw"), scale)
-        masters.written(work)
-
     def _step_plan(self, plan: Any, group: dict[str, Any], params: Sequence[torch.Tensor], scale: float) -> None:
-        if all(param.grad is None for param in params):
-            return  # on all ranks alike
-        values, grads, momenta = [], [], []
-        late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        work = self._operands(params)
+        momenta, scales, rows = [], [], []
         for param in params:
-            local, state = local_of(param), self.state.get(param, {})
-            target = local_of(state["master"]) if "master" in state else local
-            flat = target.reshape(-1)
-            if flat.data_ptr() != local.data_ptr():
-                late.append((local, flat))
-            values.append(flat)
-            grads.append(None if param.grad is None else local_of(param.grad).reshape(-1))
-            buffer = state.get("momentum_buffer")
-            momenta.append(local_of(buffer).reshape(-1) if buffer is not None else torch.zeros_like(flat))
+            # One that was frozen when states were made, and is, takes part with zeros.
+            state = self.state.get(param) or self._new_matrix_state(group, param, "")
+            momenta.append(_flat(state.get("momentum_buffer", state.get("momentum_codes"))))
+            scales.append(_flat(state.get("momentum_scales")))
+            rows.append(_flat(state.get("row_exp_avg_sq")))
         plan.set_momentum(float(group["momentum"]))
-        plan.step(values, grads, momenta, float(group["lr"]), float(group["weight_decay"]), scale)
-        for local, flat in late:
-            local.copy_(flat.view(local.shape))
-
-    def _after_load(self) -> None:
-        work = [*self._work("muon", False), *self._work("adamw", False)]
-        for _, param, state in work:
-            if "master" in state:
-                local_of(param).copy_(local_of(state["master"]))
-        self._masters().written(work)
+        rates = (float(group["lr"]), float(group["weight_decay"]))
+        plan.step(work.values, work.grads, momenta, scales, rows, *rates, group["momentum_format"] or "", scale)
+        work.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_movement": self._movement, "_adamw": self._adamw, "_plans": {}, "_is_built": True}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_movement": self._movement}
 
 
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return a[:-1] == b[:-1] and len(a[-1]) == len(b[-1]) and all(p is q for p, q in zip(a[-1], b[-1]))
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else local_of(tensor).reshape(-1)
 
 
 def _as_text(coefficients: Any) -> str:
@@ -319,49 +206,3 @@ def _check_coefficients(coefficients: Any) -> None:
     numbers = tuple(coefficients)
     if len(numbers) != 3 or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         refuse("Muon", "ns_coefficients to be the name of a set or three numbers", numbers, "Correct the option.")
-
-
-def _held(param: torch.Tensor, name: str, flatten: bool) -> _Held:
-    """Raises InvalidArgument, alike on all ranks, where matrices aren't cut along rows by one mesh dim alone."""
-    if not isinstance(param, DTensor):
-        return _Held(tuple(param.shape), ((0, param.numel()),), None, None)
-    mesh, shape = param.device_mesh, list(param.shape)
-    matrix_dims = range(len(shape)) if flatten else range(len(shape) - 2, len(shape))
-    shard, replicate, intervals = None, None, None
-    is_ragged = any(isinstance(placement, RaggedShard) for placement in param.placements)
-    for dim, placement in enumerate(param.placements):
-        if isinstance(placement, RaggedShard):
-            shard, intervals = (mesh, dim), placement.intervals()
-        elif type(placement) is Shard and placement.dim not in matrix_dims:
-            begin, end = shard_interval(shape[placement.dim], mesh.size(dim), mesh.get_local_rank(dim))
-            shape[placement.dim] = end - begin  # whole matrices of a stack
-        elif type(placement) is Shard and placement.dim == 0 and len(shape) == 2 and not is_ragged and shard is None:
-            rows = [shard_interval(shape[0], mesh.size(dim), rank) for rank in range(mesh.size(dim))]
-            shard, intervals = (mesh, dim), tuple((a * shape[1], b * shape[1]) for a, b in rows)
-        elif isinstance(placement, Replicate):
-            replicate = replicate or ((mesh, dim) if mesh.size(dim) > 1 else None)
-        else:
-            refuse("Muon", "whole matrices across tensor-parallel ranks", f"{placement} of a parameter of shape "
-                   f"{tuple(param.shape)}", "Put it into a group with algorithm='adamw'.", name)  # fmt: skip
-    if shard is None:
-        numel = 1
-        for size in shape:
-            numel *= size
-        intervals = ((0, numel),)
-    assert intervals is not None
-    return _Held(tuple(shape), intervals, shard, replicate)
-
-
-def _buckets(units: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
-    """What travels together: the parameters of a unit, by order of first appearance; where some have none, runs of a
-    bounded size. From what all ranks know alone."""
-    if all(unit is not None for unit in units):
-        order = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
-        return [order[unit] for unit in units]
-    buckets, filled, bucket = [], 0, 0
-    for size in sizes:
-        if filled and filled + size > _BUCKET_ELEMENTS:
-            bucket, filled = bucket + 1, 0
-        buckets.append(bucket)
-        filled += size
-    return buckets

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,7 @@ from ragged_fsdp.optim.errors import refuse
 from ragged_fsdp.tensor import RaggedTensor
 
 TILE = 32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of states, by the names that options have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in DTYPES, or torch's."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
 def like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros with the parameter's shape and placements."""
     if isinstance(param, RaggedTensor):
@@ -73,33 +79,107 @@ def like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
 
-def tile_scales_like(param: torch.Tensor, name: str) -> torch.Tensor:
+def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, ...]:
+    """The shape of its matrices: [out, rest] where [out, ..] is one matrix of `out` rows."""
+    return (shape[0], math.prod(shape[1:])) if flatten else tuple(shape)
+
+
+def tile_scales_like(
+    param: torch.Tensor, name: str, operation: str = "AdamW8bit", flatten: bool = False
+) -> torch.Tensor:
     """Zeros, fp32, one a tile of 32 x 32, placed as the parameter's rows are. Raises InvalidArgument, on all ranks
     alike, where a rank's border cuts a tile."""
     place = place_of(param)
-    local_tiles = tiles(place.shape)
-    shape = tuple(param.shape)
+    here, shape = matrix_shape(place.shape, flatten), matrix_shape(param.shape, flatten)
+    local_tiles = tiles(here)
     if not isinstance(param, DTensor):
         return torch.zeros(local_tiles, dtype=torch.float32, device=param.device)
     mesh, placements = param._spec.mesh, tuple(param._spec.placements)
     device = param._local_tensor.device
-    whole = _tiles_under(shape, mesh, placements, name)
+    errors = _Errors(operation, name, flatten)
+    whole = _tiles_under(shape, mesh, placements, errors)
     if not isinstance(param, RaggedTensor):
         return _stock(torch.zeros(local_tiles, dtype=torch.float32, device=device), param, whole)
-    mesh_dim, ragged = param.ragged
-    cuts = [(_tile_cut(place.shape, a, name), _tile_cut(place.shape, b, name)) for a, b in place.intervals]
     if foreign_box(whole, mesh, placements)[0] != local_tiles:
-        refuse(
-            "AdamW8bit", "tensor-parallel cuts that leave each rank as many tiles as an even cut of all tiles",
-            f"{placements} of shape {shape}", "Give this parameter state_format='fp32' in a group of its own.", name,
-        )  # fmt: skip
-    scales = RaggedShard.from_intervals(local_tiles, cuts)
+        errors.refuse(
+            "tensor-parallel cuts that leave each rank as many tiles as an even cut of all tiles",
+            f"{placements} of shape {shape}",
+        )
+    return _beside(param, whole, local_tiles, [tuple(_tile_cut(here, at, errors) for at in i) for i in place.intervals])
+
+
+def rows_like(param: torch.Tensor, flatten: bool = False) -> torch.Tensor:
+    """Zeros, fp32, one a row of each matrix, on the rank that holds the row's first element ([Note: rows] in
+    ragged/optim/muon_plan.h)."""
+    place = place_of(param)
+    here, whole = matrix_shape(place.shape, flatten), matrix_shape(param.shape, flatten)[:-1]
+    if not isinstance(param, DTensor):
+        return torch.zeros(here[:-1], dtype=torch.float32, device=param.device)
+    if not isinstance(param, RaggedTensor):
+        local = torch.zeros(here[:-1], dtype=torch.float32, device=param._local_tensor.device)
+        return _stock(local, param, whole)
+    return _beside(param, whole, here[:-1], [tuple(-(-at // max(1, here[-1])) for at in i) for i in place.intervals])
+
+
+def on_rank(param: torch.Tensor, shape: Sequence[int], mesh_dim: int | None, owner: int) -> torch.Tensor:
+    """Zeros, fp32, of a shape of its own: all of it on rank `owner` of this dim of the parameter's mesh and nothing on
+    the dim's others, or a copy on each rank where the dim is None."""
+    if not isinstance(param, DTensor):
+        return torch.zeros(tuple(shape), dtype=torch.float32, device=param.device)
+    mesh, device = param._spec.mesh, param._local_tensor.device
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if mesh_dim is None:
+        spec = make_spec(mesh, placements, tuple(shape), torch.float32)
+        local = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    units = [int(rank == owner) for rank in range(mesh.size(mesh_dim))]
+    placements[mesh_dim] = RaggedShard(0, units, shape)
+    numel = math.prod(shape) if mesh.get_local_rank(mesh_dim) == owner else 0
+    local = torch.zeros(numel, dtype=torch.float32, device=device)
+    return RaggedTensor.wrap(local, make_spec(mesh, placements, tuple(shape), torch.float32))
+
+
+def _beside(
+    param: RaggedTensor, whole: tuple[int, ...], here: tuple[int, ...], cuts: Sequence[Sequence[int]]
+) -> RaggedTensor:
+    """Zeros, fp32, of shape `whole`, under the parameter's placements; of what these leave here, `here`, each rank
+    that cuts the parameter has one of the intervals `cuts`."""
+    mesh_dim, ragged = param.ragged
+    own = RaggedShard.from_intervals(here, [(begin, end) for begin, end in cuts])
     if isinstance(ragged, StridedRaggedShard):
-        scales = StridedRaggedShard(len(scales.dims), scales.local_units, scales.shape, ragged.split_factor)
-    begin, end = cuts[place.rank]
-    own = (*placements[:mesh_dim], scales, *placements[mesh_dim + 1 :])
-    local = torch.zeros(end - begin, dtype=torch.float32, device=device)
-    return RaggedTensor.wrap(local, make_spec(mesh, own, whole, torch.float32))
+        own = StridedRaggedShard(len(own.dims), own.local_units, own.shape, ragged.split_factor)
+    mesh, placements = param._spec.mesh, tuple(param._spec.placements)
+    begin, end = cuts[mesh.get_local_rank(mesh_dim)]
+    local = torch.zeros(end - begin, dtype=torch.float32, device=param._local_tensor.device)
+    placements = (*placements[:mesh_dim], own, *placements[mesh_dim + 1 :])
+    return RaggedTensor.wrap(local, make_spec(mesh, placements, whole, torch.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Errors:
+    """Of a parameter whose states can't be in tiles."""
+
+    operation: str
+    name: str
+    flatten: bool
+
+    def refuse(self, expected: str, got: object) -> NoReturn:
+        refuse(self.operation, expected, got, f"Give this parameter {self._instead}.", self.name)
+
+    def cut_through_tiles(self, shape: Sequence[int], where: str) -> NoReturn:
+        policy = "Shard with fully_shard(.., shard_policy=ragged_fsdp.optim.tile_rows)"
+        if self.flatten:
+            policy = f"Let shard_policy return ragged_fsdp.blocks.elements({TILE * shape[-1]}) for it"
+        refuse(
+            self.operation, f"ranks to own whole strips of {TILE} rows of each matrix",
+            f"{where} of a parameter of shape {tuple(shape)}",
+            f"{policy}, or give this parameter {self._instead}.", self.name,
+        )  # fmt: skip
+
+    @property
+    def _instead(self) -> str:
+        option = "state_format" if self.operation == "AdamW8bit" else "momentum_format"
+        return f"{option}='fp32' in a group of its own"
 
 
 def tiles(shape: Sequence[int]) -> tuple[int, ...]:
@@ -107,7 +187,7 @@ def tiles(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // TILE), -(-shape[-1] // TILE))
 
 
-def _tile_cut(shape: tuple[int, ...], element: int, name: str) -> int:
+def _tile_cut(shape: tuple[int, ...], element: int, errors: _Errors) -> int:
     """Index among the tiles of a cut before `element` of the row-major `shape`; raises where it goes through a tile."""
     rows, columns = shape[-2], shape[-1]
     if math.prod(shape) == 0:
@@ -115,23 +195,13 @@ def _tile_cut(shape: tuple[int, ...], element: int, name: str) -> int:
     matrix, inside = divmod(element, rows * columns)
     row, rest = divmod(inside, columns)
     if rest or row % TILE:
-        where = f"a cut before row {row}" if not rest else f"a cut inside row {row}"
-        _cut_through_tiles(shape, where, name)
+        errors.cut_through_tiles(shape, f"a cut before row {row}" if not rest else f"a cut inside row {row}")
     _, strips, across = tiles((1, rows, columns))
     return (matrix * strips + row // TILE) * across
 
 
-def _cut_through_tiles(shape: Sequence[int], where: str, name: str) -> None:
-    refuse(
-        "AdamW8bit", f"ranks to own whole strips of {TILE} rows of each matrix",
-        f"{where} of a parameter of shape {tuple(shape)}",
-        "Shard with fully_shard(.., shard_policy=ragged_fsdp.optim.tile_rows), or give this parameter "
-        "state_format='fp32' in a group of its own.", name,
-    )  # fmt: skip
-
-
 def _tiles_under(
-    shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], name: str
+    shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], errors: _Errors
 ) -> tuple[int, ...]:
     """Tiles of the whole tensor when every shard of a stock `Shard(d)` has tiles of its own, counted from its start.
     Under a stock DTensor alone, where such a shard isn't tensor parallelism, its borders have to lie between tiles."""
@@ -141,15 +211,12 @@ def _tiles_under(
         if isinstance(placement, (RaggedShard, Replicate)):
             continue
         if type(placement) is not Shard or isinstance(placement, Partial):
-            refuse(
-                "AdamW8bit", "Shard, Replicate or RaggedShard placements", placement,
-                "Give this parameter state_format='fp32' in a group of its own.", name,
-            )  # fmt: skip
+            errors.refuse("Shard, Replicate or RaggedShard placements", placement)
         parts = []
         for size in counts[placement.dim]:
             borders = [shard_interval(size, mesh.size(mesh_dim), rank) for rank in range(mesh.size(mesh_dim))]
             if not ragged and placement.dim >= len(shape) - 2 and any(b % TILE and b < size for _, b in borders):
-                _cut_through_tiles(shape, f"{placement} over {mesh.size(mesh_dim)} ranks", name)
+                errors.cut_through_tiles(shape, f"{placement} over {mesh.size(mesh_dim)} ranks")
             parts += [end - begin for begin, end in borders]
         counts[placement.dim] = parts
     leading = [sum(parts) for parts in counts[:-2]]

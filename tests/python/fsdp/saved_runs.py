@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from harness import seeded, tokens
 from ragged_fsdp import fully_shard
-from ragged_fsdp.optim import AdamW, AdamW8bit, Muon, muon_groups, tile_rows
+from ragged_fsdp.optim import SOAP, AdamW, AdamW8bit, Muon, muon_groups, tile_rows
 
 MAKE = {
     "adamw": lambda model: AdamW(model.named_parameters(), lr=0.01, betas=(0.9, 0.95)),
@@ -16,6 +16,10 @@ MAKE = {
     "power": lambda model: AdamW8bit(model.named_parameters(), lr=0.01),
     "dynamic": lambda model: AdamW8bit(model.named_parameters(), lr=0.01, format="dynamic"),
     "muon": lambda model: Muon(muon_groups(model.named_parameters()), lr=0.01),
+    "normuon": lambda model: Muon(
+        muon_groups(model.named_parameters()), lr=0.01, normuon=True, momentum_format="power"
+    ),
+    "soap": lambda model: SOAP(muon_groups(model.named_parameters()), lr=0.01, precondition_frequency=2),
     "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
 

@@ -72,8 +72,8 @@ def load(folder, way, kind, writers):
     "way, kind",
     [
         *(("files", kind) for kind in MAKE),
-        *(("dcp", kind) for kind in ("adamw", "power", "muon")),
-        ("dcp, flat", "muon"),
+        *(("dcp", kind) for kind in ("adamw", "power", "muon", "normuon", "soap")),
+        *(("dcp, flat", kind) for kind in ("muon", "soap")),
     ],
 )
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path, way, kind):

@@ -2,6 +2,7 @@
 the trainer's tests, and a writer that hangs in tests/checkpoint/tree_test.cpp: the code is the same."""
 
 import resource
+import weakref
 
 import pytest
 import torch
@@ -241,7 +242,9 @@ def test_what_nobody_finished_is_not_published(tmp_path):
         one = checkpoint.Checkpointer(tmp_path)
         one.save(model, optimizer, step=1)
         one.async_save(model, optimizer, step=2)
+        ended = weakref.ref(one)
         del one  # as a run that ends without a word
+        assert ended() is None, "waits for its thread here, not when the collector comes by"
 
     threads(2, body)
     assert checkpoint.latest(tmp_path).name == "step-1" and not (tmp_path / "step-2").exists()

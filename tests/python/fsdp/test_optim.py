@@ -33,7 +33,7 @@ from harness import (
     tokens,
 )
 from ragged_fsdp import fully_shard
-from ragged_fsdp.optim import AdamW, AdamW8bit, tile_rows
+from ragged_fsdp.optim import SOAP, AdamW, AdamW8bit, Muon, matrix_groups, tile_rows
 
 pytestmark = pytest.mark.skipif(not OURS, reason="ours alone: the optimizers")
 
@@ -51,6 +51,10 @@ MAKE = {
     "bf16 states": lambda model: AdamW(model.named_parameters(), lr=0.01, state_dtype=torch.bfloat16),
     "power": lambda model: AdamW8bit(model.named_parameters(), lr=0.01),
     "dynamic": lambda model: AdamW8bit(model.named_parameters(), lr=0.01, format="dynamic"),
+    "normuon": lambda model: Muon(
+        matrix_groups(model.named_parameters()), lr=0.01, normuon=True, momentum_format="power"
+    ),
+    "soap": lambda model: SOAP(matrix_groups(model.named_parameters()), lr=0.01, precondition_frequency=2),
 }
 
 
@@ -94,13 +98,14 @@ def test_number_of_ranks_does_not_show_in_the_bits(kind):
             assert_same_bits(got, want)
 
 
-def test_hybrid_mesh_gives_the_same_bits():
+@pytest.mark.parametrize("kind", ["power", "normuon", "soap"])
+def test_hybrid_mesh_gives_the_same_bits(kind):
     def body():
         model = sharded(grid=mesh(2, 2, names=("replicate", "shard")))
-        return train(model, MAKE["power"](model))
+        return train(model, MAKE[kind](model))
 
     alone = seeded(Mixer)
-    want = train(alone, MAKE["power"](alone))
+    want = train(alone, MAKE[kind](alone))
     for got in threads(4, body):
         assert_same_bits(got, want)
 
@@ -182,9 +187,9 @@ def test_saved_on_some_ranks_and_loaded_on_others(tmp_path, kind, writers, reade
             assert_same_bits(again, continued)
 
 
-def full_round_trip():
+def full_round_trip(kind):
     model = sharded()
-    optimizer = MAKE["power"](model)
+    optimizer = MAKE[kind](model)
     train(model, optimizer)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_optimizer_state_dict(model, optimizer, options=whole)
@@ -192,7 +197,7 @@ def full_round_trip():
     for from_rank0 in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
         other = sharded(units=False)
-        again = MAKE["power"](other)
+        again = MAKE[kind](other)
         given = copy.deepcopy(state) if rank() == 0 or not options.broadcast_from_rank0 else {}
         if not options.broadcast_from_rank0:
             box = [given]
@@ -201,7 +206,7 @@ def full_round_trip():
         ragged_fsdp.set_optimizer_state_dict(other, again, given, options=options)
         got = everything(again)
         skip = 0
-        for param in (p for p in other.parameters()):
+        for param in (p for group in again.param_groups for p in group["params"]):
             if param.requires_grad:
                 keys = sorted(again.state[param])
                 assert_same_bits(got[skip + 1 : skip + 1 + len(keys)], want[skip + 1 : skip + 1 + len(keys)])
@@ -209,8 +214,9 @@ def full_round_trip():
     return True
 
 
-def test_full_state_dicts_load_from_rank_0_and_from_all():
-    assert processes(3, full_round_trip) == [True] * 3
+@pytest.mark.parametrize("kind", ["bf16 states", "power", "normuon", "soap"])
+def test_full_state_dicts_load_from_rank_0_and_from_all(kind):
+    assert processes(3, full_round_trip, kind) == [True] * 3
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

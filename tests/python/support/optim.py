@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 import torch
-from support.layouts import values
+from support.layouts import layout, make_mesh, values
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as stock_distribute
@@ -54,6 +54,28 @@ def sharded_parameters(
         shard = distribute_tensor(param.detach(), mesh, wrap(placement), src_data_rank=None)
         found.append(torch.nn.Parameter(shard))
     return found
+
+
+def randomly_sharded(
+    world: int, shapes: Sequence[Sequence[int]], seed: int = 0, mesh=None, wrap=lambda p: [p], dtype=torch.float32
+) -> list[torch.nn.Parameter]:
+    """The same, cut anywhere."""
+    mesh = mesh or make_mesh(world)
+    size = mesh.size(mesh.ndim - 1)
+    return [
+        torch.nn.Parameter(
+            distribute_tensor(p.detach(), mesh, wrap(layout(p.shape, size, 31 * seed + i)), src_data_rank=None)
+        )
+        for i, p in enumerate(plain_parameters(shapes, dtype))
+    ]
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int = 5, first: int = 0) -> torch.optim.Optimizer:
+    """The optimizer after so many steps."""
+    for step in range(first, first + steps):
+        give_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
+        optimizer.step()
+    return optimizer
 
 
 def give_gradients(params: Sequence[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
