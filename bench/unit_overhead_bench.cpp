@@ -1,6 +1,7 @@
 // Host time that sharding adds to a step: many tiny units, so that nothing else is left. 64 units of one 64 x 64 linear
-// layer with bias, batch 8, fp32. World 1 against the same model unsharded; world 2 beside the raw collectives that
-// such a step can't do without.
+// layer with bias, batch 8, fp32. World 1 against the same model unsharded; worlds 2 and 4 beside the raw collectives
+// that such a step can't do without. Then what it saves to merge units of several sizes into one collective, by more
+// and more bytes: where kMergeBytes (ragged/fsdp/options.h) comes from.
 #include <ctime>
 
 #include <ATen/ATen.h>
@@ -20,18 +21,18 @@ constexpr int kUnits = 64;
 constexpr Index kWidth = 64;
 
 struct Layer : torch::nn::Module, fsdp::Shardable {
-  Layer() {
-    weight = register_parameter("weight", (at::eye(kWidth) * 0.9).requires_grad_(true));
-    bias = register_parameter("bias", at::zeros({kWidth}).requires_grad_(true));
+  explicit Layer(Index width) {
+    weight = register_parameter("weight", (at::eye(width) * 0.9).requires_grad_(true));
+    bias = register_parameter("bias", at::zeros({width}).requires_grad_(true));
   }
   at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight, bias); }
   at::Tensor weight, bias;
 };
 
 struct Stack : torch::nn::Module, fsdp::Shardable {
-  Stack() {
-    for (int i = 0; i < kUnits; ++i) {
-      layers.push_back(register_module("layer" + std::to_string(i), std::make_shared<Layer>()));
+  explicit Stack(Index width = kWidth, int units = kUnits) {
+    for (int i = 0; i < units; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), std::make_shared<Layer>(width)));
     }
   }
   at::Tensor forward(at::Tensor x) {
@@ -42,13 +43,17 @@ struct Stack : torch::nn::Module, fsdp::Shardable {
 };
 
 struct Sharded {
-  Sharded(comm::World& world) : model(std::make_shared<Stack>()) {
+  explicit Sharded(
+      comm::World& world, std::optional<Index> merge_bytes = {},
+      std::shared_ptr<Stack> stack = std::make_shared<Stack>())
+      : model(std::move(stack)) {
     fsdp::FullyShardOptions options;
     options.groups = world.groups(layout::Mesh::shard(world.size()));
     options.reshard_after_forward = true;
     std::vector<std::shared_ptr<fsdp::Unit>> units;
     for (const auto& layer : model->layers) units.push_back(fsdp::fully_shard(*layer, options));
     root = fsdp::fully_shard(*model, options);
+    root->set_runtime_options({.merge_bytes = merge_bytes});
     adamw = std::make_unique<optim::AdamW>(root, optim::AdamWOptions{});
   }
   void forward_backward(const at::Tensor& x) {
@@ -99,10 +104,11 @@ void world_of_one(Rank& rank, int rounds) {
   print_row("the same in CPU time, mean", ((end - middle) - (middle - start)) / rounds);
 }
 
-void world_of_two(Rank& rank, int rounds) {
-  Sharded sharded(rank.world);
+void world_of_several(Rank& rank, int rounds) {
+  Sharded merged(rank.world);
+  Sharded alone(rank.world, 0);
   const at::Tensor x = at::ones({8, kWidth}).requires_grad_(true);
-  const plan::BucketPlan& plan = *sharded.root->units()[1]->plan();
+  const plan::BucketPlan& plan = *alone.root->units()[1]->plan();
   const plan::Segment& segment = plan.segments.at(0);
   c10d::ProcessGroup& group = *rank.world.all().process_group();
   const at::Tensor image = at::zeros({segment.numel});
@@ -115,22 +121,62 @@ void world_of_two(Rank& rank, int rounds) {
       compat::reduce_scatter(group, shard, image, {})->wait();
     }
   };
-  const auto run_step = [&] {
-    sharded.forward_backward(x);
-    sharded.adamw->step();
-  };
   Stack plain;
   const auto run_plain = [&] {
     for (const at::Tensor& param : plain.parameters()) param.mutable_grad().reset();
     plain.forward(x).backward();
   };
-  const std::vector<double> times = time_in_turns(rank, rounds, {run_raw, run_step, run_plain});
+  const auto step_of = [&x](Sharded& model) {
+    return [&x, &model] {
+      model.forward_backward(x);
+      model.adamw->step();
+    };
+  };
+  for (Sharded* model : {&alone, &merged}) step_of (*model)();  // the first forward doesn't know yet what comes next
+  const auto collectives = [](const Sharded& model) {
+    const comm::Traffic traffic = model.root->stats().traffic;
+    return traffic.all_gathers + traffic.reduce_scatters;
+  };
+  const Index first_alone = collectives(alone);
+  const Index first_merged = collectives(merged);
+  const std::vector<double> times = time_in_turns(rank, rounds, {run_raw, run_plain, step_of(alone), step_of(merged)});
   if (!rank.is_first()) return;
-  fmt::print("world 2, microseconds a unit and step (median of {} steps)\n", rounds);
+  fmt::print("world {}, microseconds a unit and step (median of {} steps)\n", rank.world.size(), rounds);
   print_row("raw c10d: two all-gathers and a reduce-scatter, in turn", times[0]);
-  print_row("unsharded: forward, backward, on both ranks at once", times[2]);
-  print_row("sharded: forward, backward, AdamW", times[1]);
-  fmt::print("  {:<58} {:>9.2f}\n", "sharded over (raw + unsharded)", times[1] / (times[0] + times[2]));
+  print_row("unsharded: forward, backward, on all ranks at once", times[1]);
+  print_row("sharded, each unit by itself: forward, backward, AdamW", times[2]);
+  print_row("sharded, units merged: the same", times[3]);
+  fmt::print(
+      "  collectives a step: {} and {}\n", (collectives(alone) - first_alone) / (rounds + 2),
+      (collectives(merged) - first_merged) / (rounds + 2));
+}
+
+// Forward and backward of 16 MiB or 64 units, whichever is less, with units of one size.
+void merge_table(Rank& rank, int rounds, const std::vector<Index>& widths) {
+  const std::vector<Index> limits{0, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20};
+  if (rank.is_first()) {
+    fmt::print(
+        "world {}, microseconds a unit, forward and backward, by the limit in KiB\n  unit KiB", rank.world.size());
+    for (const Index limit : limits) fmt::print(" {:>7}", limit >> 10);
+    fmt::print("\n");
+  }
+  for (const Index width : widths) {
+    const Index bytes = (width + 1) * width * 4;
+    const int units = static_cast<int>(std::min<Index>(kUnits, (16 << 20) / bytes));
+    const at::Tensor x = at::ones({8, width}).requires_grad_(true);
+    std::vector<std::unique_ptr<Sharded>> models;
+    std::vector<std::function<void()>> runs;
+    for (const Index limit : limits) {
+      models.push_back(std::make_unique<Sharded>(rank.world, limit, std::make_shared<Stack>(width, units)));
+      runs.emplace_back([&x, model = models.back().get()] { model->forward_backward(x); });
+    }
+    const std::vector<double> times = time_in_turns(rank, rounds, runs);
+    if (!rank.is_first()) continue;
+    fmt::print("  {:>8}", bytes >> 10);
+    for (const double time : times) fmt::print(" {:>7.0f}", time / units);
+    fmt::print("\n");
+    std::fflush(stdout);
+  }
 }
 
 }  // namespace
@@ -139,5 +185,10 @@ void world_of_two(Rank& rank, int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 50;
   ragged::bench::run_rank_threads(1, [&](auto& rank) { ragged::bench::world_of_one(rank, rounds); });
-  ragged::bench::run_rank_threads(2, [&](auto& rank) { ragged::bench::world_of_two(rank, rounds); });
+  for (const int world : {2, 4}) {
+    ragged::bench::run_rank_threads(world, [&](auto& rank) {
+      ragged::bench::world_of_several(rank, rounds);
+      ragged::bench::merge_table(rank, rounds, {31, 63, 127, 180, 255, 361, 511});
+    });
+  }
 }

@@ -164,6 +164,7 @@ py::dict forecast_of(const Runtime& runtime, int micro_batches, bool sync_each) 
   result["cast_in"] = forecast.cast_in_bytes;
   result["cast_grad"] = forecast.cast_grad_bytes;
   result["added"] = forecast.added_grad_bytes;
+  result["copied"] = forecast.copied_bytes;
   result["peak_image_bytes"] = forecast.peak_image_bytes;
   result["image_bytes_bound"] = forecast.image_bytes_bound;
   result["peak_reduce_bytes"] = forecast.peak_reduce_bytes;
@@ -433,7 +434,12 @@ void bind_runtime(py::module_& module) {
       .def(
           "set_unshard_in_backward",
           [](Runtime& runtime, int unit, bool value) { runtime.unit(unit).unshard_in_backward = value; })
-      .def("set_static_use", [](Runtime& runtime, bool value) { runtime.options.static_use = value; });
+      .def("set_static_use", [](Runtime& runtime, bool value) { runtime.options.static_use = value; })
+      .def("set_merge_bytes", [](Runtime& runtime, std::optional<Index> bytes) {
+        fsdp::RuntimeOptions options = runtime.options;
+        options.merge_bytes = bytes;
+        runtime.set_options(options);
+      });
 }
 
 }  // namespace

@@ -219,6 +219,17 @@ class FSDPModule(_TorchFSDPModule):
         state.static_use = static_use
         state.push_settings()
 
+    def set_merge_bytes(self, merge_bytes: int | None) -> None:
+        """Ours alone. On a CPU with Gloo, units whose parameters are small are gathered together, and reduced together, up to so many bytes a
+        collective: its latency is all that it costs. 0: each unit by itself. None, the default: half a MiB. On the root."""
+        state = self._get_fsdp_state()
+        if state._is_root is False:
+            raise RuntimeError("set_merge_bytes must be called on the root FSDP module")
+        if merge_bytes is not None and (isinstance(merge_bytes, bool) or not isinstance(merge_bytes, int) or merge_bytes < 0):
+            raise ValueError(f"[set_merge_bytes] Expected None or bytes of at least 0, but got {merge_bytes!r}.")
+        state.merge_bytes = merge_bytes
+        state.push_settings()
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Accepted from 1 up: at most one reduction and one that is being filled are alive."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):

@@ -46,6 +46,7 @@ class RaggedState(_State):
         self.unshard_in_backward = True
         self.manual_finalization = False
         self.static_use = False
+        self.merge_bytes: int | None = None
         self.keep_image = False  # to the end of backward, whether or not anybody holds its parameters
         self.post_optim_event: Any = None
         self._to_run: set[nn.Module] = set()  # modules of a list that this forward hasn't run yet
@@ -199,6 +200,7 @@ class RaggedState(_State):
         if self._is_root:
             self.runtime.is_last_backward = not self.manual_finalization
             self.runtime.set_static_use(self.static_use)
+            self.runtime.set_merge_bytes(self.merge_bytes)
 
     # ---- by hand ----
 

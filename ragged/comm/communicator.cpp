@@ -132,6 +132,9 @@ int Communicator::size() const {
 bool Communicator::is_stock() const {
   return state_->options.collectives == Collectives::kStock;
 }
+bool Communicator::is_gloo() const {
+  return state_->kind == BackendKind::kGloo;
+}
 bool Communicator::checks_order() const {
   return state_->options.check_order;
 }

@@ -48,6 +48,23 @@ struct ReduceScatter {
   bool accumulate = false;  // add to what shard holds instead of overwriting it
 };
 
+/// Several reductions as one, of shards that lie anywhere. The caller packed the addends; tensors are 1-D and
+/// contiguous.
+struct PackedReduceScatter {
+  at::Tensor packed;              // counts[k] elements for each other rank k, in rank order; then this rank's own
+  std::span<const Index> counts;  // elements of the sum that each rank is to have
+  at::Tensor staging;             // (size() - 1) * counts[rank()] elements of packed's dtype
+  struct Part {
+    Index offset = 0;  // within what this rank has
+    at::Tensor shard;  // receives the sum of as many elements
+    double scale = 1.0;
+    bool accumulate = false;
+  };
+  std::vector<Part> parts;
+  Index bytes = 0;                       // of the images that were packed, for traffic()
+  std::shared_ptr<const void> memory{};  // dropped once the work was waited for; c10d may hold its tensors for longer
+};
+
 /// Cheap to copy; copies share counters. Default-constructed: a group of one, which moves nothing.
 /// Not thread-safe: all ranks must issue the same operations in the same order anyway.
 class Communicator {
@@ -59,6 +76,7 @@ class Communicator {
   int rank() const;
   int size() const;
   bool is_stock() const;
+  bool is_gloo() const;
   bool checks_order() const;
   c10::Device device() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const;
@@ -79,6 +97,9 @@ class Communicator {
   Work reduce_scatter(const ReduceScatter& args, std::string_view unit) const;
   /// Elements of staging that reduce_scatter needs for these arguments (staging itself is ignored).
   Index staging_numel(const ReduceScatter& args) const;
+  /// One uneven all-to-all and sums in rank order, with the bits of reduce_scatter() where that goes the same way. At
+  /// least two ranks.
+  Work reduce_scatter(const PackedReduceScatter& args, std::string_view unit) const;
   /// Whether reduce_scatter() moves addends as they are and sums them in fp32 after that, so that addends of a narrower
   /// dtype give the bits of the same ones widened before.
   bool sums_after_transfer(std::span<const plan::Segment> segments) const;

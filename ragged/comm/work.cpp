@@ -1,5 +1,7 @@
 #include "ragged/comm/work.h"
 
+#include <utility>
+
 #include <ATen/record_function.h>
 
 #include "ragged/base/error.h"
@@ -23,14 +25,15 @@ struct Work::State {
   const char* operation;
   std::string unit;
   std::vector<compat::WorkPtr> works;
-  std::function<void()> finish;
+  std::function<void()> finish;  // dropped once it ran, with the memory that it holds
   bool done = false;
+  std::string error;  // done, and failed: copies that are waited for later fail likewise
 
   void end_all() noexcept;
 };
 
 Work::Work(std::shared_ptr<GroupState> group, const char* operation, std::string_view unit)
-    : state_(std::make_shared<State>(State{std::move(group), operation, std::string(unit), {}, nullptr, false})) {}
+    : state_(std::make_shared<State>(State{std::move(group), operation, std::string(unit), {}, nullptr, false, {}})) {}
 
 // What has failed may still run on another thread, and would write into memory that its owner is about to reuse. So
 // each operation is seen off: aborted where the backend can (NCCL), by its own deadline elsewhere (Gloo).
@@ -64,6 +67,7 @@ void Work::wait() {
   if (!state_) return;
   const std::shared_ptr<State> state = std::move(state_);
   state_.reset();
+  if (!state->error.empty()) state->group->fail(state->operation, state->unit, state->error);
   if (state->done) return;
   state->done = true;  // of the copies too
   ProfilerRange range("ragged::wait", state->unit);
@@ -72,10 +76,11 @@ void Work::wait() {
     for (compat::WorkPtr& work : state->works) work->wait(state->group->longest_wait());
   } catch (const std::exception& e) {
     state->end_all();
-    state->group->fail(state->operation, state->unit, first_line(e));
+    state->error = first_line(e);
+    state->group->fail(state->operation, state->unit, state->error);
   }
   state->group->wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (state->finish) state->finish();
+  if (const auto finish = std::exchange(state->finish, nullptr)) finish();
 }
 
 void Work::abandon() noexcept {
@@ -91,6 +96,7 @@ void Work::abandon() noexcept {
     state->end_all();
     if (state->group->failure.empty()) state->group->failure = first_line(e);
   }
+  state->finish = nullptr;
 }
 
 void GroupState::fail(const char* operation, std::string_view unit, const std::string& reason) {

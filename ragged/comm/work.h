@@ -23,7 +23,7 @@ class Work {
 
   /// Blocks until the results are there (on a CUDA device: until the current stream is made to wait for them).
   /// Idempotent. Throws CommError, naming operation, unit and rank, when the deadline passes or a peer is lost; the
-  /// group is dead from then on.
+  /// group is dead from then on, and copies throw too.
   void wait();
   /// Waits for the operations alone and swallows their errors: nobody writes to the buffers any more. For recovery.
   void abandon() noexcept;

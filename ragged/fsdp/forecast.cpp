@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace ragged::fsdp {
 namespace {
@@ -26,18 +27,29 @@ class StepWalk {
            .reduces = unit.reduces(),
            .reshard_after_forward = unit.reshard_after_forward,
            .resident = resident_[u] != 0,
-           .reduces_behind = unit.reduces_behind()});
+           .reduces_behind = unit.reduces_behind(),
+           .gather = unit.gather,
+           .reduction = unit.reduction});
     }
-    const IssueList list = build_issue_list(events, traits, options_.backward_prefetch);
+    const IssueList list = build_issue_list(events, traits, options_.backward_prefetch, options_.merge_bytes);
     const bool syncs = is_last || options_.sync_each_micro_batch;
     int cursor = 0;
+    std::vector<int> gathered;
+    std::vector<int> reduced;
     const auto advance = [&](int target) {
       for (; cursor < target; ++cursor) {
         const Issue& issue = list.issues[static_cast<std::size_t>(cursor)];
-        if (issue.kind == IssueKind::kGather) gather(issue.unit);
+        if (issue.kind == IssueKind::kGather) {
+          gathered.push_back(issue.unit);
+          if (!issue.with_next) gather(std::exchange(gathered, {}));
+        }
         if (issue.kind == IssueKind::kReshard) drop(issue.unit);
         if (issue.kind == IssueKind::kReduceBehind) reduce_behind(issue.unit, syncs);
-        if (issue.kind == IssueKind::kReduce) reduce(issue.unit, syncs);
+        if (issue.kind == IssueKind::kReduce) {
+          collect(issue.unit, syncs);
+          if (syncs) reduced.push_back(issue.unit);
+          if (!issue.with_next) reduce(std::exchange(reduced, {}));
+        }
       }
     };
     for (const BackwardStep& step : backward_steps(events)) {
@@ -70,6 +82,9 @@ class StepWalk {
     for (const ForwardEvent& event : events) {
       if (event.is_begin) order.push_back(event.unit);
     }
+    std::vector<MergeTraits> traits;
+    for (const UnitForecastInput& unit : units_) traits.push_back(unit.gather);
+    const auto needs_gather = [&](std::size_t position) { return needs(order[position]); };
     std::size_t begun = 0;
     for (const ForwardEvent& event : events) {
       if (!event.is_begin) {
@@ -77,26 +92,39 @@ class StepWalk {
         continue;
       }
       const std::size_t until = std::min(order.size(), begun + static_cast<std::size_t>(options_.forward_prefetch) + 1);
-      for (std::size_t i = begun; i < until; ++i) gather(order[i]);
+      for (std::size_t i = begun; i < until; ++i) {
+        if (!needs_gather(i)) continue;
+        std::vector<int> together;
+        for (const std::size_t position : merged_gather(order, i, traits, options_.merge_bytes, needs_gather)) {
+          together.push_back(order[position]);
+        }
+        gather(together);
+      }
       ++begun;
     }
   }
 
-  void gather(int unit) {
-    char& resident = resident_[static_cast<std::size_t>(unit)];
-    if (at(unit).groups.empty() || resident) return;
-    resident = true;
-    images_ += at(unit).image_bytes();
-    result.peak_image_bytes = std::max(result.peak_image_bytes, images_);
-    for (const GroupForecastInput& group : at(unit).groups) {
-      const bool is_alone = group.plan->world_size == 1;
-      if (is_alone || !group.gathers_from_masters) {
-        result.cast_in_bytes += group.plan->local_numel(options_.rank) * group.param_bytes;
+  bool needs(int unit) const { return !at(unit).groups.empty() && !resident_[static_cast<std::size_t>(unit)]; }
+
+  void gather(const std::vector<int>& together) {
+    const bool merges = together.size() > 1;
+    for (const int unit : together) {
+      if (!needs(unit)) continue;
+      resident_[static_cast<std::size_t>(unit)] = true;
+      images_ += at(unit).image_bytes();
+      for (const GroupForecastInput& group : at(unit).groups) {
+        const bool is_alone = group.plan->world_size == 1;
+        if (is_alone || merges || !group.gathers_from_masters) {
+          result.cast_in_bytes += group.plan->local_numel(options_.rank) * group.param_bytes;
+        }
+        if (is_alone) continue;
+        if (merges) result.copied_bytes += owned_numel(*group.plan) * group.param_bytes;
+        result.gathered_bytes += group.plan->image_numel() * group.param_bytes;
+        ++result.gathers;
       }
-      if (is_alone) continue;
-      result.gathered_bytes += group.plan->image_numel() * group.param_bytes;
-      ++result.gathers;
     }
+    if (merges) result.gathers -= static_cast<int>(together.size()) - 1;
+    result.peak_image_bytes = std::max(result.peak_image_bytes, images_);
   }
 
   void drop(int unit) {
@@ -109,8 +137,8 @@ class StepWalk {
     for (int above = at(unit).parent; above >= 0; above = at(above).parent) drop(above);
   }
 
-  // By the time a unit is reduced all its gradients are in its buffer, and the reduction issued before is complete.
-  void reduce(int unit, bool syncs) {
+  // By the time a unit is reduced all its gradients are in its buffer.
+  void collect(int unit, bool syncs) {
     char& filled = filled_[static_cast<std::size_t>(unit)];
     for (const GroupForecastInput& group : at(unit).groups) {
       for (const plan::ParamSpec& param : group.plan->params) {
@@ -124,7 +152,17 @@ class StepWalk {
     if (!at(0).reduces_behind()) take_reduce({0, false});
     take_reduce({unit, false});
     if (!syncs || !at(unit).reduces_behind()) take_reduce({unit, true});
-    if (syncs) issue({unit, false});
+  }
+
+  void reduce(const std::vector<int>& together) {
+    if (together.size() == 1) issue({together.front(), false});
+    if (together.size() < 2) return;
+    finish_last();
+    for (const int unit : together) {
+      release_reduce({unit, false});  // what merges is out of its buffer at once
+      count_reduction({unit, false}, /*merges=*/true);
+    }
+    result.reduces -= static_cast<int>(together.size()) - 1;
   }
 
   void reduce_behind(int unit, bool syncs) {
@@ -132,20 +170,38 @@ class StepWalk {
     if (syncs) issue({unit, true});
   }
 
-  void issue(Part part) {
+  // The reduction issued before is complete.
+  void finish_last() {
     if (in_flight_) release_reduce(*in_flight_);
     in_flight_.reset();
+  }
+
+  void issue(Part part) {
+    finish_last();
     if (options_.overlap_reductions) {
       in_flight_ = part;
     } else {
       release_reduce(part);
     }
+    count_reduction(part, /*merges=*/false);
+  }
+
+  void count_reduction(Part part, bool merges) {
     for (const GroupForecastInput& group : at(part.unit).groups) {
       const int trainable = group.plan->num_trainable_segments();
       if (group.is_behind != part.is_behind || group.plan->world_size == 1 || trainable == 0) continue;
+      if (merges) result.copied_bytes += owned_numel(*group.plan, trainable) * reduce_bytes(group);
       result.reduced_bytes += group.plan->image_numel(trainable) * reduce_bytes(group);
       ++result.reduces;
     }
+  }
+
+  // By all ranks together: the image without the padding between owners.
+  static Index owned_numel(const plan::BucketPlan& plan, int num_segments = -1) {
+    if (num_segments < 0) num_segments = static_cast<int>(plan.segments.size());
+    Index numel = 0;
+    for (int rank = 0; rank < plan.world_size; ++rank) numel += plan.local_numel(rank, num_segments);
+    return numel;
   }
 
   Index reduce_bytes(const GroupForecastInput& group) const {
@@ -192,7 +248,8 @@ Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& o
   const std::vector<char> is_ancestor = ancestors(parents);
   Index largest = 0;
   Index ancestors = 0;
-  Index kept = 0;  // units that stay gathered until backward are open throughout
+  Index kept = 0;   // units that stay gathered until backward are open throughout
+  Index small = 0;  // units that may be gathered with others
   std::vector<Index> open(units.size(), 0);
   for (std::size_t u = 0; u < units.size(); ++u) {
     const UnitForecastInput& unit = units[u];
@@ -202,6 +259,7 @@ Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& o
       ancestors = std::max(ancestors, open[u]);
     }
     if (unit.parent < 0) continue;
+    if (unit.gather.kind >= 0 && unit.gather.bytes <= options.merge_bytes) small += unit.image_bytes();
     if (unit.reshard_after_forward) {
       largest = std::max(largest, unit.image_bytes());
     } else {
@@ -212,7 +270,7 @@ Index image_bound(std::span<const UnitForecastInput> units, const StepOptions& o
   const auto others = static_cast<Index>(std::count_if(units.begin(), units.end(), [](const auto& unit) {
     return unit.parent >= 0 && !unit.groups.empty() && unit.reshard_after_forward;
   }));
-  return ancestors + kept + std::min<Index>(ahead + 1, others) * largest;
+  return ancestors + kept + std::min<Index>(ahead + 1, others) * largest + std::min(options.merge_bytes, small);
 }
 
 }  // namespace

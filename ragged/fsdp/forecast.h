@@ -27,6 +27,8 @@ struct UnitForecastInput {
   std::vector<GroupForecastInput> groups{};  // empty: no parameters of its own
   int parent = -1;
   bool reshard_after_forward = true;
+  MergeTraits gather{};  // a unit with one group alone is ever merged
+  MergeTraits reduction{};
 
   Index image_bytes() const;
   bool reduces() const;  // has trainable segments
@@ -42,6 +44,7 @@ struct StepOptions {
   int forward_prefetch = 0;
   bool overlap_reductions = true;
   bool drops_unheld = false;  // images of units around others go when backward enters those
+  Index merge_bytes = 0;
   int micro_batches = 1;
   bool sync_each_micro_batch = false;  // false: reduce in the last one only
 };
@@ -55,9 +58,9 @@ struct StepForecast {
   Index cast_in_bytes = 0;      // masters into this rank's ranges of the images
   Index cast_grad_bytes = 0;    // gradients into the reduce buffers, by a cast or by the operation that computes them
   Index added_grad_bytes = 0;   // gradients added to those of an earlier micro-batch in the same buffer
-  Index copied_bytes = 0;       // any other copy: none
+  Index copied_bytes = 0;       // any other copy: out of merged gathers and into merged reductions
   Index peak_image_bytes = 0;   // exact, by walking the issue list
-  Index image_bytes_bound = 0;  // open ancestors + (prefetch + 1) x the largest other unit
+  Index image_bytes_bound = 0;  // open ancestors + (prefetch + 1) x the largest other unit + one merged gather
   Index peak_reduce_bytes = 0;
   int gathers = 0;
   int reduces = 0;

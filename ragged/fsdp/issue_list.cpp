@@ -47,13 +47,31 @@ int next_begun(const Calls& calls, std::size_t s) {
   return -1;
 }
 
+// Marks the reductions that wait for the next one. Before the tail all are out: backwards of other forwards, which may
+// run in between, fill the same buffers.
+void merge_reductions(IssueList& list, std::span<const UnitTraits> units, Index merge_bytes) {
+  Issue* last = nullptr;
+  MergeRun run({}, merge_bytes);
+  for (Issue& issue : std::span(list.issues).first(static_cast<std::size_t>(list.tail))) {
+    if (issue.kind != IssueKind::kReduce) continue;
+    const MergeTraits& reduction = units[static_cast<std::size_t>(issue.unit)].reduction;
+    if (last && run.take(reduction)) {
+      last->with_next = true;
+    } else {
+      run = MergeRun(reduction, merge_bytes);
+    }
+    last = &issue;
+  }
+}
+
 }  // namespace
 
 std::vector<BackwardStep> backward_steps(std::span<const ForwardEvent> events) {
   return reverse(events).steps;
 }
 
-IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch) {
+IssueList build_issue_list(
+    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch, Index merge_bytes) {
   const Calls calls = reverse(events);
   const auto unit_of = [&](int call) { return calls.unit[static_cast<std::size_t>(call)]; };
   const auto traits = [&](int unit) -> const UnitTraits& { return units[static_cast<std::size_t>(unit)]; };
@@ -85,14 +103,35 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
     if (reshards[c]) resident[u] = false;
   }
 
-  // Then the list itself. A gather may move up by `prefetch` calls, but never above the reshard of an earlier call
-  // of the same unit.
+  // Then the list itself. A gather may move up by `prefetch` calls, and as far as it merges, but never above the
+  // reshard of an earlier call of the same unit.
   IssueList list;
   list.pre_backward.assign(calls.unit.size(), 0);
   list.post_backward.assign(calls.unit.size(), 0);
   std::vector<char> issued(calls.unit.size(), 0);
   std::vector<char> occupied;
   for (const UnitTraits& unit : units) occupied.push_back(unit.resident);
+  std::vector<int> begin_units;
+  for (const int call : begin_order) begin_units.push_back(unit_of(call));
+  std::vector<MergeTraits> gather_merges;
+  for (const UnitTraits& unit : units) gather_merges.push_back(unit.gather);
+  const auto is_due = [&](std::size_t position) {
+    const auto c = static_cast<std::size_t>(begin_order[position]);
+    return gathers[c] && !issued[c] && !occupied[static_cast<std::size_t>(begin_units[position])];
+  };
+  const auto gather = [&](std::size_t first) {
+    if (!is_due(first)) return;
+    const std::vector<std::size_t> together = merged_gather(begin_units, first, gather_merges, merge_bytes, is_due);
+    for (const std::size_t position : together) {
+      list.issues.push_back(
+          {.kind = IssueKind::kGather,
+           .unit = begin_units[position],
+           .call = begin_order[position],
+           .with_next = position != together.back()});
+      issued[static_cast<std::size_t>(begin_order[position])] = true;
+      occupied[static_cast<std::size_t>(begin_units[position])] = true;
+    }
+  };
   std::size_t begun = 0;
   std::vector<int> open;
   std::vector<char> entered(calls.unit.size(), 0);  // by call: backward is or was in one inside it
@@ -107,22 +146,15 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
         }
       }
       open.push_back(step.call);
-      const auto gather = [&](int call) {
-        const auto u = static_cast<std::size_t>(unit_of(call));
-        if (!gathers[static_cast<std::size_t>(call)] || issued[static_cast<std::size_t>(call)] || occupied[u]) return;
-        list.issues.push_back({IssueKind::kGather, unit_of(call), call});
-        issued[static_cast<std::size_t>(call)] = true;
-        occupied[u] = true;
-      };
       const std::vector<int>& named = traits(unit_of(step.call)).prefetch;
       const std::size_t ahead = named.empty() ? static_cast<std::size_t>(prefetch) : 0;
       const std::size_t until = std::min(begin_order.size(), begun + ahead + 1);
-      for (std::size_t i = begun; i < until; ++i) gather(begin_order[i]);
+      for (std::size_t i = begun; i < until; ++i) gather(i);
       for (const int unit : named) {
         const auto next = std::find_if(
             begin_order.begin() + static_cast<std::ptrdiff_t>(begun), begin_order.end(),
             [&](int call) { return unit_of(call) == unit && !issued[static_cast<std::size_t>(call)]; });
-        if (next != begin_order.end()) gather(*next);
+        if (next != begin_order.end()) gather(static_cast<std::size_t>(next - begin_order.begin()));
       }
       ++begun;
       list.pre_backward[c] = static_cast<int>(list.issues.size());
@@ -138,6 +170,7 @@ IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const
     if (reduces[c]) list.issues.push_back({IssueKind::kReduce, unit, step.call});
     list.post_backward[c] = static_cast<int>(list.issues.size());
   }
+  merge_reductions(list, units, merge_bytes);
   return list;
 }
 

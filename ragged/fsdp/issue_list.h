@@ -7,6 +7,8 @@
 // gathers moved up by the prefetch depth: AG n, AG n-1, RS n, AG n-2, ... Hooks only move a cursor: everything up
 // to their entry is issued, in order, whether this rank used it or not, and the sweep at the end of backward moves
 // the cursor to the end. Every rank that ran the same unit calls in forward issues the same sequence.
+// Where several units go into one collective (merge.h), their gathers come together at the first one's place, and their
+// reductions wait for the last one's.
 //
 // [Note: what lies behind the inner units]
 // A unit with units inside is reduced at the end of its backward, which begins before theirs: meanwhile the head's
@@ -18,6 +20,8 @@
 
 #include <span>
 #include <vector>
+
+#include "ragged/fsdp/merge.h"
 
 namespace ragged::fsdp {
 
@@ -39,6 +43,8 @@ struct UnitTraits {
   bool resident = false;            // its image is there when backward begins
   bool reduces_behind = false;      // see [Note: what lies behind the inner units]
   std::vector<int> prefetch{};      // units whose gathers come with its own, instead of the next `prefetch` ones
+  MergeTraits gather{};
+  MergeTraits reduction{};
 };
 
 enum class IssueKind { kGather, kReduce, kReduceBehind, kReshard };
@@ -47,6 +53,8 @@ struct Issue {
   IssueKind kind = IssueKind::kGather;
   int unit = 0;
   int call = 0;  // index of the unit call in forward order
+  /// The next entry of this kind goes into the same collective. Of gathers that one comes next in the list.
+  bool with_next = false;
   friend bool operator==(const Issue&, const Issue&) = default;
 };
 
@@ -69,7 +77,9 @@ struct BackwardStep {
 /// Forward's events the other way round, less what needs no backward.
 std::vector<BackwardStep> backward_steps(std::span<const ForwardEvent> events);
 
-/// A unit called several times reduces once, after the call that backward reaches last.
-IssueList build_issue_list(std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch);
+/// A unit called several times reduces once, after the call that backward reaches last. `merge_bytes`: what a merged
+/// collective may move at most; 0: every unit goes by itself. What lies in the tail does in any case.
+IssueList build_issue_list(
+    std::span<const ForwardEvent> events, std::span<const UnitTraits> units, int prefetch, Index merge_bytes = 0);
 
 }  // namespace ragged::fsdp

@@ -90,6 +90,11 @@ struct RuntimeOptions {
   std::optional<buffer::FreeSlots> free_slots{};
   /// Every rank uses the same parameters in each step: skips the exchange of used-flags.
   bool static_use = false;
+  /// Units whose images are small are gathered together, and reduced together, as long as a collective moves no more
+  /// bytes than this; see [Note: merged collectives] in merge.h. As many bytes of images and of reduce buffers can be
+  /// alive besides. 0: each unit by itself. none: kMergeBytes. Only among CPUs that communicate by Gloo, and not where
+  /// collectives are to be FSDP2's.
+  std::optional<Index> merge_bytes{};
 
   /// With every choice that was left open made for the device.
   RuntimeOptions on(c10::Device device) const {
@@ -100,5 +105,8 @@ struct RuntimeOptions {
     return chosen;
   }
 };
+
+/// Measured: docs/where_time_goes.md, "Small units".
+inline constexpr Index kMergeBytes = 512 << 10;
 
 }  // namespace ragged::fsdp

@@ -145,6 +145,14 @@ Index ParamGroup::staging_bytes() const {
   return numel * static_cast<Index>(c10::elementSize(spec_.reduce_dtype));
 }
 
+void ParamGroup::check_has_values() const {
+  RAGGED_CHECK(
+      needs_values_.empty(),
+      "[unshard] Expected parameter '{}' to have values, but it was built without bytes and never initialised. Call "
+      "init_parameters() on the root first.",
+      needs_values_);
+}
+
 void ParamGroup::unshard() {
   may_be_gone_ = false;
   if (front_ && front_->gathers()) return gather_by_front();
@@ -155,11 +163,7 @@ void ParamGroup::unshard() {
   const auto version = masters_->flat()._version();
   if (state_ == ShardState::kUnsharding) return;
   if (state_ == ShardState::kUnsharded && gathered_version_ == version) return;
-  RAGGED_CHECK(
-      needs_values_.empty(),
-      "[unshard] Expected parameter '{}' to have values, but it was built without bytes and never initialised. Call "
-      "init_parameters() on the root first.",
-      needs_values_);
+  check_has_values();
   comm::ProfilerRange range("ragged::unshard", spec_.name);
   const c10::OptionalStreamGuard on_gather_stream(slots_.gather_stream);
   if (!image_->is_resident()) image_->attach(slots_.pool->take(slots_.image, image_->nbytes()));

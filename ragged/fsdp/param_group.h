@@ -125,6 +125,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// are added up in that dtype.)
   bool narrows_gradients() const;
   Index reduce_bytes() const { return reduce_->nbytes(); }
+  /// The dtype that gradients are in when they are reduced now.
+  at::ScalarType addend_dtype() const { return narrows_now() ? spec_.param_dtype : spec_.reduce_dtype; }
   /// Most staging that a reduction of this group can need.
   Index staging_bytes() const;
   Index gradient_bytes() const { return grads_->nbytes(); }
@@ -147,6 +149,7 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// The next step's unshard() is still to come, though the image may be gone already.
   bool is_logically_sharded() const { return state_ == ShardState::kSharded && !may_be_gone_; }
   void set_small_group(comm::Communicator group) { small_group_ = std::move(group); }
+  bool has_small_group() const { return small_group_.size() > 1; }
 
   // --- gradients ---
   enum class GradientEvent {
@@ -185,6 +188,14 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void finish_scatter();
   /// Waits for all of it.
   void finish_reduction();
+
+  // --- several groups in one collective: see [Note: merged collectives] in merge.h ---
+  // On a CPU, in one shard group of at least two ranks that communicates by Gloo; at least two groups, none twice.
+  /// unshard() of groups that are sharded and have one dtype of image. wait_for_unshard() of any waits for all.
+  static void unshard_together(std::span<ParamGroup* const> groups);
+  /// issue_reduction() of groups that reduce, in one dtype, and have no replicas. Their reduce buffers are free again
+  /// when it returns; finish_scatter() of any waits for all.
+  static void reduce_together(std::span<ParamGroup* const> groups);
   /// The last reduction is in the gradient shard; false where the sum over replicas is postponed.
   bool result_is_ready() const { return result_is_ready_; }
   /// By parameter: this rank had a gradient in the reductions since the last publish(), or has one that waits for a
@@ -243,11 +254,15 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
     buffer::DBuffer* target = nullptr;
     bool all_reducing = false;
     bool scattered = false;
+    bool packed = false;  // out of the reduce buffer, which may hold other gradients by now
   };
 
   bool has_fresh_part(std::int64_t version) const;
   comm::Work gather_from_small_group();
   void gather_by_front();
+  void check_has_values() const;
+  Reduction begin_reduction(buffer::DBuffer::ReduceOptions& options);
+  void release_addends();
   std::array<Index, 3> holders(int param) const;
   bool is_held() const;
   bool is_held(int param, Index own_holders) const;

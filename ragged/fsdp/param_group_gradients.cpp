@@ -169,12 +169,12 @@ double ParamGroup::divide_factor() const {
   return gradient_divide_factor.value_or(spec_.groups.shard.size() * spec_.groups.replicate.size());
 }
 
-void ParamGroup::issue_reduction() {
+// What comes before the collective: the reduce buffer is whole, and it is decided where the sum goes.
+ParamGroup::Reduction ParamGroup::begin_reduction(DBuffer::ReduceOptions& options) {
   result_is_ready_ = false;
   if (front_ && !unpublished_) take_foreign_gradients();
   unpublished_ = true;
   RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
-  comm::ProfilerRange range("ragged::reduce", spec_.name);
   DBuffer& addends = narrows_now() ? *narrow_ : *reduce_;
   if (filling_ != &addends) move_slots(addends);
   RAGGED_ASSERT(!is_over_weights_, "unit '{}' is reduced from the image that it keeps", spec_.name);
@@ -182,9 +182,16 @@ void ParamGroup::issue_reduction() {
   for (std::size_t i = 0; i < filled.size(); ++i) filled[i] = slot_states_[i] != SlotState::kEmpty;
   addends.zero_unfilled(filled, counters);
   for (std::size_t i = 0; i < filled.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled[i]);
-  DBuffer::ReduceOptions options;
   Reduction reduction;
   reduction.target = &reduction_target(options);
+  return reduction;
+}
+
+void ParamGroup::issue_reduction() {
+  comm::ProfilerRange range("ragged::reduce", spec_.name);
+  DBuffer::ReduceOptions options;
+  Reduction reduction = begin_reduction(options);
+  const DBuffer& addends = *filling_;
   const Index staging_numel = addends.staging_numel(spec_.groups.shard, *reduction.target, options);
   at::Tensor staging;
   if (staging_numel > 0) {
@@ -213,15 +220,19 @@ void ParamGroup::move_slots(DBuffer& target) {
   filling_ = &target;
 }
 
+void ParamGroup::release_addends() {
+  filling_->detach();
+  filling_ = nullptr;
+  accumulates_ = false;
+  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
+}
+
 void ParamGroup::finish_scatter() {
   if (!reduction_ || reduction_->scattered) return;
   reduction_->work.wait();
   reduction_->scattered = true;
   reduction_->staging = {};
-  filling_->detach();
-  filling_ = nullptr;
-  accumulates_ = false;
-  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
+  if (!reduction_->packed) release_addends();
   if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
   reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
   reduction_->all_reducing = true;

@@ -53,12 +53,15 @@ Runtime::Runtime(
 Runtime::~Runtime() = default;
 
 void Runtime::set_options(const RuntimeOptions& value) {
+  const Index limit = merge_limit();
   const RuntimeOptions chosen = value.on(groups_.device);
   pool_->set_free_slots(*chosen.free_slots);
   options = chosen;
+  if (merge_limit() != limit) make_slots();
 }
 
-// See [Note: slots]: units without descendants share classes, the others have their own.
+// See [Note: slots]: units without descendants share classes, the others have their own. So have small ones, of which
+// many are alive at once where they merge.
 void Runtime::make_slots() {
   std::vector<int> parents;
   for (const RuntimeUnit& unit : units_) parents.push_back(unit.parent);
@@ -70,17 +73,20 @@ void Runtime::make_slots() {
     for (const auto& group : units_[u].groups) {
       staging = std::max(staging, group->staging_bytes());
       if (is_ancestor_[u]) continue;
-      leaf_reduce = std::max(leaf_reduce, group->reduce_bytes());
-      if (group->reshard_after_forward) leaf_image = std::max(leaf_image, group->image_bytes());
+      if (!is_small(reduce_merge(units_[u]))) leaf_reduce = std::max(leaf_reduce, group->reduce_bytes());
+      if (group->reshard_after_forward && !is_small(gather_merge(units_[u]))) {
+        leaf_image = std::max(leaf_image, group->image_bytes());
+      }
     }
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
-      const bool shares_image = !is_ancestor_[u] && group->reshard_after_forward;
+      const bool shares_image = !is_ancestor_[u] && group->reshard_after_forward && !is_small(gather_merge(units_[u]));
+      const bool shares_reduce = !is_ancestor_[u] && !is_small(reduce_merge(units_[u]));
       group->set_slots(
           {.pool = pool_,
            .image = pool_->add_class(buffer::SlotUse::kImage, shares_image ? leaf_image : group->image_bytes()),
-           .reduce = pool_->add_class(buffer::SlotUse::kReduce, is_ancestor_[u] ? group->reduce_bytes() : leaf_reduce),
+           .reduce = pool_->add_class(buffer::SlotUse::kReduce, shares_reduce ? leaf_reduce : group->reduce_bytes()),
            .staging = pool_->add_class(buffer::SlotUse::kStaging, staging),
            .gradient = pool_->add_class(buffer::SlotUse::kGradient, group->gradient_bytes()),
            .kept = pool_->add_class(buffer::SlotUse::kImage, group->kept_bytes()),
@@ -192,7 +198,7 @@ void Runtime::pre_forward(int index, const TensorRefs& inputs) {
   if (record_) open.call = record_->begin_call(index, needs_backward(index, inputs));
   order_.push_back(index);
   open_.push_back(open);  // from here on the unit is open, whatever fails
-  unshard(index);
+  gather_in_forward(index);
   prefetch_forward(index);
   wait_for_unshard(index);
   mark_call(open_.back(), inputs);
@@ -249,7 +255,10 @@ void Runtime::prefetch_forward(int index) {
   const std::size_t until =
       std::min(last_order_.size(), position + 1 + static_cast<std::size_t>(options.forward_prefetch));
   for (std::size_t i = std::max(position + 1, prefetched_); i < until; ++i) {
-    gather(last_order_[i]);
+    if (unit(last_order_[i]).is_sharded()) {
+      gathered_ahead_.push_back(last_order_[i]);
+      unshard_in_order(last_order_[i], i);
+    }
     prefetched_ = i + 1;
   }
 }
@@ -331,6 +340,8 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
     input.name = unit.name;
     input.parent = unit.parent;
     input.reshard_after_forward = unit.groups.empty() || unit.reshards_after_forward();
+    input.gather = gather_merge(unit);
+    input.reduction = reduce_merge(unit);
     for (const auto& group : unit.groups) {
       input.groups.push_back(
           {.plan = &group->plan(),
@@ -350,6 +361,7 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
        .forward_prefetch = options.forward_prefetch,
        .overlap_reductions = *options.overlap_reductions,
        .drops_unheld = options.free_slots == buffer::FreeSlots::kReturn,
+       .merge_bytes = merge_limit(),
        .micro_batches = micro_batches,
        .sync_each_micro_batch = sync_each});
 }

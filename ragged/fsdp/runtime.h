@@ -35,6 +35,7 @@
 
 #include "ragged/fsdp/forecast.h"
 #include "ragged/fsdp/forward_record.h"
+#include "ragged/fsdp/merge.h"
 #include "ragged/fsdp/param_group.h"
 #include "ragged/fsdp/tensor_refs.h"
 
@@ -66,7 +67,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   const std::vector<RuntimeUnit>& units() const { return units_; }
   RuntimeUnit& unit(int index) { return units_[static_cast<std::size_t>(index)]; }
   const comm::MeshGroups& groups() const { return groups_; }
-  RuntimeOptions options;  // none is left open
+  RuntimeOptions options;  // none is left open but merge_bytes
   /// Throws InvalidArgument for options that the device can't have.
   void set_options(const RuntimeOptions& value);
   /// false: the sweep leaves reductions in flight and publishes nothing; a later backward's does.
@@ -113,6 +114,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void make_slots();
   void begin_forward();
   void end_forward();
+  void gather_in_forward(int unit);
   void prefetch_forward(int unit);
   bool needs_backward(int unit, const TensorRefs& inputs) const;
   void mark_call(OpenCall& open, const TensorRefs& inputs);
@@ -128,6 +130,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void advance(ForwardRecord& record, int target, bool skip_gathers = false);
   enum class Part { kAll, kBehind };  // kAll: less what was reduced as kBehind in this backward
   void issue_reduction(int unit, Part part);
+  void finish_units(const std::vector<int>& units);
   void sweep();
   void publish_gradients();
   void exchange_used(const std::vector<ParamGroup*>& groups, std::vector<char>& used) const;
@@ -135,6 +138,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool backward_is_running() const { return backward_open_ && !backward_alive_.expired(); }
   bool backward_failed() const { return backward_open_ && backward_alive_.expired(); }
   ParamGroup::GradientReady gradient_hook(int unit, int group);
+
+  // --- several units in one collective (runtime_merge.cpp) ---
+  Index merge_limit() const;
+  MergeTraits gather_merge(const RuntimeUnit& unit) const;
+  MergeTraits reduce_merge(const RuntimeUnit& unit) const;
+  bool is_small(MergeTraits traits) const { return traits.kind >= 0 && traits.bytes <= merge_limit(); }
+  void unshard_in_order(int unit, std::size_t position);
+  void unshard_together(const std::vector<int>& units);
+  void issue_collected_reductions();
 
   std::vector<RuntimeUnit> units_;
   std::vector<char> subtree_trains_;
@@ -163,6 +175,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<int> reduced_;             // units with a reduction that isn't published, in order of issue
   int scattering_ = -1;                  // the unit whose reduce-scatter is in flight
   int all_reducing_ = -1;
+  std::vector<int> collected_;  // units that are reduced with the next one in the list
+  std::vector<int> merged_;     // units whose common reduce-scatter is in flight
 };
 
 }  // namespace ragged::fsdp

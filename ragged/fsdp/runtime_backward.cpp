@@ -1,5 +1,6 @@
 // Backward's half of the runtime: hooks move the cursor of the issue list, the sweep works off the rest and publishes.
 #include <algorithm>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -27,9 +28,11 @@ void Runtime::activate(const Record& record) {
          .reduces_behind = std::any_of(
              unit.groups.begin(), unit.groups.end(),
              [](const auto& group) { return group->is_behind && group->reduces(); }),
-         .prefetch = unit.backward_prefetch});
+         .prefetch = unit.backward_prefetch,
+         .gather = gather_merge(unit),
+         .reduction = reduce_merge(unit)});
   }
-  record->list = build_issue_list(record->events, traits, *options.backward_prefetch);
+  record->list = build_issue_list(record->events, traits, *options.backward_prefetch, merge_limit());
   record->cursor = 0;
   record->reached.assign(record->call_units.size(), 0);
   record->left.assign(record->call_units.size(), 0);
@@ -91,11 +94,15 @@ void Runtime::gradient_ready(int index, int group_index, int param, ParamGroup::
 }
 
 void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
+  std::vector<int> gathering;
   while (record.cursor < target) {
     const Issue issue = record.list.issues[static_cast<std::size_t>(record.cursor++)];
     switch (issue.kind) {
       case IssueKind::kGather:
-        if (!skip_gathers) unshard(issue.unit);
+        gathering.push_back(issue.unit);
+        if (issue.with_next) break;
+        if (!skip_gathers) unshard_together(gathering);
+        gathering.clear();
         break;
       case IssueKind::kReshard:
         reshard(issue.unit);
@@ -104,10 +111,11 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
         --pending_reductions_[static_cast<std::size_t>(issue.unit)];
         unreduced_[static_cast<std::size_t>(issue.unit)] = true;
         if (unit(issue.unit).groups.front()->requires_gradient_sync) {
-          issue_reduction(issue.unit, Part::kAll);
+          collected_.push_back(issue.unit);
         } else {
           for (const auto& group : unit(issue.unit).groups) group->keep_unreduced();
         }
+        if (!issue.with_next) issue_collected_reductions();
         break;
       case IssueKind::kReduceBehind:
         if (unit(issue.unit).groups.front()->requires_gradient_sync) issue_reduction(issue.unit, Part::kBehind);
@@ -118,6 +126,7 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
 
 // At most one scatter and one all-reduce are in flight: their buffers are the ones the plan counts.
 void Runtime::issue_reduction(int index, Part part) {
+  finish_units(std::exchange(merged_, {}));
   const auto u = static_cast<std::size_t>(index);
   if (part == Part::kAll) unreduced_[u] = false;
   const auto finish = [&](int unit_index) {
@@ -143,6 +152,12 @@ void Runtime::issue_reduction(int index, Part part) {
   if (std::find(reduced_.begin(), reduced_.end(), index) == reduced_.end()) reduced_.push_back(index);
 }
 
+void Runtime::finish_units(const std::vector<int>& units) {
+  for (const int index : units) {
+    for (const auto& group : unit(index).groups) group->finish_reduction();
+  }
+}
+
 void Runtime::sweep() {
   const at::NoGradGuard no_grad;
   comm::ProfilerRange range("ragged::sweep", units_[0].name);
@@ -159,6 +174,7 @@ void Runtime::sweep() {
 
 void Runtime::finish_backward() {
   const at::NoGradGuard no_grad;
+  issue_collected_reductions();
   for (int u = static_cast<int>(units_.size()); u-- > 0;) {
     if (unreduced_[static_cast<std::size_t>(u)] && unit(u).groups.front()->requires_gradient_sync) {
       issue_reduction(u, Part::kAll);
@@ -187,6 +203,7 @@ void Runtime::publish_gradients() {
   }
   scattering_ = -1;
   all_reducing_ = -1;
+  merged_.clear();
   reduced_.clear();
   // Groups on one mesh exchange their flags together; the order of meshes is that of the units, alike on all ranks.
   while (!ready.empty()) {
@@ -259,6 +276,8 @@ void Runtime::reset() {
   reduced_.clear();
   scattering_ = -1;
   all_reducing_ = -1;
+  collected_.clear();
+  merged_.clear();
   backward_open_ = false;
   open_.clear();
   record_.reset();

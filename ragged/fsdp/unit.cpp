@@ -202,6 +202,10 @@ void Unit::set_runtime_options(const RuntimeOptions& options) {
       options.forward_prefetch >= 0 && options.backward_prefetch.value_or(0) >= 0,
       "[runtime] Expected prefetch depths of at least 0, but got {} (forward) and {} (backward).",
       options.forward_prefetch, options.backward_prefetch.value_or(0));
+  RAGGED_CHECK(
+      options.merge_bytes.value_or(0) >= 0,
+      "[runtime] Expected collectives to merge by at least 0 bytes, but got {} (option 'merge_bytes').",
+      options.merge_bytes.value_or(0));
   if (impl_->runtime) impl_->runtime->set_options(options);
   impl_->runtime_options = options;
 }

@@ -97,6 +97,7 @@ struct ParallelConfig {
   bool reshard_after_forward = true;
   Index forward_prefetch = 0;
   Index backward_prefetch = -1;
+  Index merge_bytes = -1;
   Index rows = 0;  // rows of a matrix that stay on one rank; 0: no such wish
   std::string collectives = "auto";
   std::string gradients_in_place = "same_bits";

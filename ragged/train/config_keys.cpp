@@ -236,6 +236,11 @@ std::vector<ConfigKey> make_keys() {
        .slot = SLOT(parallel.backward_prefetch),
        .help = "layers gathered ahead in backward; -1: 1, but 0 on a CPU",
        .min = -1},
+      {.name = "parallel.merge_bytes",
+       .slot = SLOT(parallel.merge_bytes),
+       .help = "small layers share collectives of at most so many bytes, where that saves time; 0: none does; -1: as "
+               "measured",
+       .min = -1},
       {.name = "parallel.rows",
        .slot = SLOT(parallel.rows),
        .help = "rows of a matrix that stay together on one rank; 0: any cut will do",

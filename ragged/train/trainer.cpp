@@ -89,6 +89,7 @@ std::shared_ptr<fsdp::Unit> shard_model(
   if (config.parallel.backward_prefetch >= 0) {
     runtime.backward_prefetch = static_cast<int>(config.parallel.backward_prefetch);
   }
+  if (config.parallel.merge_bytes >= 0) runtime.merge_bytes = config.parallel.merge_bytes;
   root->set_runtime_options(runtime);
   return root;
 }

@@ -242,7 +242,8 @@ class ToolsTest(command.CommandTest):
         self.outputs_of(self.start_ranks(
             4, "train", demo, "--train.steps=1", "--train.batch=1", "--train.sequence=16", "--eval.sequences=4",
             "--eval.sample_bytes=1", "--train.param_dtype=bf16", "--train.reduce_dtype=fp32",
-            "--parallel.forward_prefetch=1", "--parallel.rows=1", "--run.device=cpu", "--run.dir=run"))
+            "--parallel.forward_prefetch=1", "--parallel.merge_bytes=0", "--parallel.rows=1", "--run.device=cpu",
+            "--run.dir=run"))
         measured = json.loads((self.dir / "run/summary.json").read_text())["measured"]
         step = self.json("simulate", "demo.json", "--ranks", 4, "--device", "cpu", "--tokens", 16)
         self.assertEqual(step["gathered_bytes"], measured["gathered_bytes"])

@@ -133,6 +133,7 @@ TEST(Behaviour, unit_called_twice_in_a_forward) {
       [&](comm::World& world) {
         auto model = make();
         auto root = shard_chain(*model, 2, plain(world));
+        root->set_runtime_options({.merge_bytes = 0});
         for (int step = 0; step < 2; ++step) {
           root->call(*model, input_of(world.rank())).backward();
           expect_gradients(*root, world, want);
@@ -274,6 +275,7 @@ TEST(Behaviour, frozen_parameters_travel_without_gradients) {
       [&](comm::World& world) {
         auto model = make();
         auto root = shard_chain(*model, 3, plain(world));
+        root->set_runtime_options({.merge_bytes = 0});
         root->call(*model, input_of(world.rank())).backward();
         expect_gradients(*root, world, want);
         EXPECT_EQ(root->stats().traffic.reduce_scatters, 3);  // not for the frozen unit

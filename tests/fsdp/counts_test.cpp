@@ -33,10 +33,13 @@ fsdp::FullyShardOptions sharding(
   return options;
 }
 
+// Each unit by itself; merge_test.cpp counts what merges.
 std::shared_ptr<fsdp::Unit> shard(TinyModel& model, const fsdp::FullyShardOptions& options) {
   std::vector<std::shared_ptr<fsdp::Unit>> units;
   for (const auto& layer : model.layers) units.push_back(fsdp::fully_shard(*layer, options));
-  return fsdp::fully_shard(model, options);
+  auto root = fsdp::fully_shard(model, options);
+  root->set_runtime_options({.merge_bytes = 0});
+  return root;
 }
 
 struct StepSettings {
@@ -64,9 +67,11 @@ void expect_forecast(Dtypes dtypes, const std::vector<int>& worlds) {
     const Layout layout = world_size % 2 == 1 ? Layout::kSplit : Layout::kSingle;
     for (const StepSettings settings : {StepSettings{}, StepSettings{3, false}, StepSettings{2, true}}) {
       for (const fsdp::RuntimeOptions runtime :
-           {fsdp::RuntimeOptions{}, fsdp::RuntimeOptions{.forward_prefetch = 1, .backward_prefetch = 2},
-            fsdp::RuntimeOptions{.backward_prefetch = 1, .overlap_reductions = true, .free_slots = kKeep},
-            fsdp::RuntimeOptions{.backward_prefetch = 0, .overlap_reductions = true}}) {
+           {fsdp::RuntimeOptions{.merge_bytes = 0},
+            fsdp::RuntimeOptions{.forward_prefetch = 1, .backward_prefetch = 2, .merge_bytes = 0},
+            fsdp::RuntimeOptions{
+                .backward_prefetch = 1, .overlap_reductions = true, .free_slots = kKeep, .merge_bytes = 0},
+            fsdp::RuntimeOptions{.backward_prefetch = 0, .overlap_reductions = true, .merge_bytes = 0}}) {
         SCOPED_TRACE(fmt::format(
             "world {} micro {} sync {} prefetch {}/{}", world_size, settings.micro_batches, settings.sync_each,
             runtime.forward_prefetch, runtime.backward_prefetch.value_or(0)));
@@ -309,6 +314,7 @@ TEST(Counts, profiler_sees_operation_and_unit) {
         fsdp::FullyShardOptions options;
         options.groups = world.groups(layout::Mesh::shard(2));
         auto root = shard_chain(*root_block, 2, options);
+        root->set_runtime_options({.merge_bytes = 0});
         root->call(*root_block, input_of(world.rank())).backward();
       },
       quick());

@@ -29,6 +29,7 @@ struct Case {
   Index ragged_blocks = 0;
   int forward_prefetch = 0;
   int backward_prefetch = 1;
+  Index merge_bytes = 0;
   fsdp::GradientsInPlace in_place = fsdp::GradientsInPlace::kSameBits;  // weights of the model, where that can be
 
   // Three and more replicas are summed in Gloo's own order, and postponing the all-reduce sums shards over
@@ -39,10 +40,11 @@ struct Case {
 
 std::string to_string(const Case& c) {
   return fmt::format(
-      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} split {} prefetch {}/{} in place {}",
+      "mesh {} reshard {} {}/{} micro {} sync {} postpone {} checkpoint {} rows {} split {} prefetch {}/{} merge {} in "
+      "place {}",
       to_string(c.mesh), c.reshard ? (*c.reshard ? "true" : "false") : "auto", c10::toString(c.param_dtype),
       c10::toString(c.reduce_dtype), c.micro_batches, c.sync_each_micro_batch, c.postpone_all_reduce, c.checkpoint,
-      c.rows, c.split, c.forward_prefetch, c.backward_prefetch, static_cast<int>(c.in_place));
+      c.rows, c.split, c.forward_prefetch, c.backward_prefetch, c.merge_bytes, static_cast<int>(c.in_place));
 }
 
 // What each step of the reference gave, computed once and read by all ranks.
@@ -103,7 +105,8 @@ std::shared_ptr<fsdp::Unit> shard(TinyModel& model, comm::World& world, const Ca
       {.forward_prefetch = c.forward_prefetch,
        .backward_prefetch = c.backward_prefetch,
        .overlap_reductions = c.backward_prefetch > 0,
-       .free_slots = c.mesh.size() % 2 == 1 ? buffer::FreeSlots::kReturn : buffer::FreeSlots::kKeep});
+       .free_slots = c.mesh.size() % 2 == 1 ? buffer::FreeSlots::kReturn : buffer::FreeSlots::kKeep,
+       .merge_bytes = c.merge_bytes});
   return root;
 }
 
@@ -287,6 +290,27 @@ TEST(Parity, holds_over_several_uniform_segments_and_ragged_tails) {
   }
   EXPECT_GE(seen.uniform, 3) << "plans with several uniform segments";
   EXPECT_GE(seen.ragged, 3) << "plans with a ragged tail";
+}
+
+// Two blocks in a collective, and all of the model.
+TEST(Parity, holds_with_units_that_merge) {
+  for (const MeshShape& mesh : {MeshShape{1, 2}, MeshShape{1, 3}, MeshShape{1, 7}, MeshShape{2, 2}}) {
+    const Index block_bytes = 6800;
+    run({.mesh = mesh, .reshard = true, .merge_bytes = 2 * block_bytes});
+    if (HasFatalFailure()) return;
+    run(
+        {.mesh = mesh,
+         .param_dtype = at::kBFloat16,
+         .reduce_dtype = at::kFloat,
+         .micro_batches = 2,
+         .sync_each_micro_batch = true,
+         .checkpoint = true,
+         .rows = 5,
+         .split = true,
+         .ragged_blocks = 5,
+         .merge_bytes = 1 << 20});
+    if (HasFatalFailure()) return;
+  }
 }
 
 TEST(Parity, holds_with_row_blocks_and_deeper_prefetch) {

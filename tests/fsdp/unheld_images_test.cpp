@@ -40,6 +40,7 @@ std::shared_ptr<Observed> observed(comm::World& world, const Use& before, const 
   fsdp::FullyShardOptions options;
   options.groups = world.groups(layout::Mesh::shard(world.size()));
   seen->root = shard_chain(*seen->model, 2, options);
+  seen->root->set_runtime_options({.merge_bytes = 0});  // one layer at a time
   return seen;
 }
 
@@ -153,7 +154,7 @@ TEST(UnheldImages, are_kept_with_their_slots) {
       2,
       [](comm::World& world) {
         auto seen = observed(world, rows_of_first, by_second);
-        seen->root->set_runtime_options({.free_slots = buffer::FreeSlots::kKeep});
+        seen->root->set_runtime_options({.free_slots = buffer::FreeSlots::kKeep, .merge_bytes = 0});
         seen->root->call(*seen->model, input_of(world.rank())).backward();
         EXPECT_EQ(seen->images, (std::vector<Index>{kLayerImage + kRootImage, kLayerImage + kRootImage}));
       },

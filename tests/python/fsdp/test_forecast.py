@@ -5,12 +5,12 @@ import torch
 from models import MLP, stack
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from harness import only_ours, processes, randn, seeded, shard, subject, threads
+from harness import full, only_ours, processes, randn, seeded, shard, subject, threads
 
 pytestmark = only_ours("plans, forecasts and counters of our own")
 
 # What is counted in stats() and forecast alike; peaks are compared as they are, the rest as the difference over a step.
-COUNTED = ("gathered_bytes", "reduced_bytes", "all_gathers", "reduce_scatters", "cast_in", "cast_grad", "added")
+COUNTED = ("gathered_bytes", "reduced_bytes", "all_gathers", "reduce_scatters", "cast_in", "cast_grad", "added", "copied")
 PEAKS = ("peak_image_bytes", "peak_reduce_bytes")
 
 
@@ -39,7 +39,6 @@ def _step_as_forecast(micro_batches, policy, reshard):
     for name in PEAKS:
         assert after[name] == told[name], name
     assert after["peak_image_bytes"] <= told["image_bytes_bound"]
-    assert after["copied"] == before["copied"]
     for number in range(3, 6):
         step(number)
     assert ours.stats(model)["pool_reserved_bytes"] == held
@@ -61,6 +60,51 @@ def test_step_is_as_forecast(micro_batches, reshard):
 
 def test_step_is_as_forecast_over_gloo():
     processes(2, _step_as_forecast, 2, MixedPrecisionPolicy(), None)
+
+
+def _trained(merge_bytes):
+    """(losses and parameters, collectives) of some steps."""
+    ours = subject()
+    model = shard(m := seeded(lambda: stack(4, 5)), m)
+    model.set_merge_bytes(merge_bytes)
+    before = ours.stats(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for number in range(3):
+        loss = model(randn(3, 5, step=number)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    after = ours.stats(model)
+    parameters = [full(p) for p in model.parameters()]
+    return [*seen, *parameters], *(after[name] - before[name] for name in ("all_gathers", "reduce_scatters"))
+
+
+def _merged_and_alone():
+    alone, *collectives = _trained(0)
+    for merge_bytes in (2048, None):
+        merged, *fewer = _trained(merge_bytes)
+        assert all(torch.equal(a, b) for a, b in zip(alone, merged, strict=True))
+        assert all(few < many for few, many in zip(fewer, collectives, strict=True)), (fewer, collectives)
+
+
+def test_small_units_share_collectives_and_change_no_bit():
+    for ranks in (2, 3):
+        processes(ranks, _merged_and_alone)
+
+
+def test_bytes_to_merge_are_checked():
+    def body():
+        model = shard(m := seeded(lambda: stack(2, 5)), m)
+        for wrong in (-1, True, 0.5):
+            with pytest.raises(ValueError, match="Expected None or bytes of at least 0"):
+                model.set_merge_bytes(wrong)
+        model(randn(2, 5))
+        with pytest.raises(RuntimeError, match="must be called on the root"):
+            model[0].set_merge_bytes(0)
+
+    threads(1, body)
 
 
 def _all_reduces(static_use):

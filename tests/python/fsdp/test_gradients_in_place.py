@@ -84,6 +84,7 @@ def gradients(name, in_place, bf16=False, micro=1, autocast=False, over=False):
         options["mp_policy"] = subject().MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = seeded(build)
     model = shard(model, getattr(model, "blocks", ()), **options)
+    model.set_merge_bytes(0)  # what merges is copied
     found, losses = [], []
     for step in range(3):
         before = subject().stats(model)
@@ -161,6 +162,7 @@ def _bytes():
     total = 4 * sum(p.numel() for p in model.parameters())
     plain = seeded(lambda: TinyLM(vocab=64, dim=64, heads=4, layers=3))
     model = shard(model, model.blocks, mesh=mesh(), gradients_in_place="same_bits")
+    model.set_merge_bytes(0)
 
     def step(module):
         next_token_loss(module, tokens(64, 2, 9)).backward()
