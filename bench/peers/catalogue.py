@@ -30,7 +30,7 @@ SYSTEMS = {
     "ragged": System("RaggedFSDP", "ragged_fsdp", "ragged_fsdp.optim", True),
     "ragged_in_place": System("RaggedFSDP, gradients in place", "ragged_fsdp", "ragged_fsdp.optim", True),
     "ragged_cpp": System("RaggedFSDP C++", "ragged_fsdp", "ragged_peer", True, base="single_cpp"),
-    "ragged_cpp_lean": System("RaggedFSDP C++, lean", "ragged_fsdp", "ragged_peer", True, base="single_cpp"),
+    "ragged_cpp_over_weights": System("RaggedFSDP C++, over weights", "ragged_fsdp", "ragged_peer", True, base="single_cpp"),
 }  # fmt: skip
 UNSHARDED = ("single", "single_cpp")  # trained by one process
 RIVALS = tuple(name for name, system in SYSTEMS.items() if not system.ours and name not in UNSHARDED)
@@ -67,7 +67,7 @@ class Cell:
         """Where there is no C++ model, one row says so."""
         if self.model in CPP_MODELS:
             return tuple(SYSTEMS)
-        return tuple(name for name in SYSTEMS if name not in ("single_cpp", "ragged_cpp_lean"))
+        return tuple(name for name in SYSTEMS if name not in ("single_cpp", "ragged_cpp_over_weights"))
 
 
 CELLS = {

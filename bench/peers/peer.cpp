@@ -108,6 +108,7 @@ Model make_peer(const py::dict& sizes) {
   return make_decoder(config);
 }
 
+/// The parameters are the caller's tensors from now on: a copy would count as memory of ours.
 void fill(const Module& module, const Values& values) {
   const at::NoGradGuard no_grad;
   for (const auto& item : module.named_parameters()) {
@@ -115,7 +116,7 @@ void fill(const Module& module, const Values& values) {
     RAGGED_CHECK(
         found != values.end() && found->second.sizes() == item.value().sizes(),
         "[Trainer] Expected an initial value of the parameter's shape, but got none (param '{}').", item.key());
-    item.value().copy_(found->second);
+    item.value().set_data(found->second);
   }
 }
 
@@ -129,20 +130,15 @@ class Trainer {
 
 class Sharded : public Trainer {
  public:
-  Sharded(Model model, const comm::RankEnv& env, bool bf16, double lr, bool lean)
-      : world_(comm::World::connect(env)), model_(std::move(model)) {
+  Sharded(Model model, const comm::RankEnv& env, bool bf16, double lr, bool over_weights)
+      : world_(comm::World::connect(env)), model_(std::move(model)), lr_(lr) {
     fsdp::FullyShardOptions options;
     options.groups = world_.groups(layout::Mesh::shard(world_.size()));
     if (bf16) options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
-    if (lean) options.gradients_in_place = fsdp::GradientsInPlace::kAlways;
+    if (over_weights) options.gradient_memory = fsdp::GradientMemory::kOverWeights;
     std::vector<std::shared_ptr<fsdp::Unit>> layers;
     for (Module* layer : model_.layers) layers.push_back(fsdp::fully_shard(*layer, options));
     root_ = fsdp::fully_shard(*model_.root, options);
-    if (lean) {
-      root_->set_runtime_options(
-          {.backward_prefetch = 0, .overlap_reductions = false, .free_slots = buffer::FreeSlots::kReturn});
-    }
-    adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr, .weight_decay = 0.0});
   }
   at::Tensor forward_backward(const at::Tensor& data) override {
     const at::Tensor loss = model_.loss(root_.get(), data);
@@ -150,6 +146,8 @@ class Sharded : public Trainer {
     return loss.detach();
   }
   void update() override {
+    // Not before the caller has let its whole tensors go.
+    if (!adamw_) adamw_ = std::make_unique<optim::AdamW>(root_, optim::AdamWOptions{.lr = lr_, .weight_decay = 0.0});
     adamw_->step();
     root_->zero_grad();
   }
@@ -158,6 +156,7 @@ class Sharded : public Trainer {
   comm::World world_;
   Model model_;
   std::shared_ptr<fsdp::Unit> root_;
+  double lr_;
   std::unique_ptr<optim::AdamW> adamw_;
 };
 
@@ -197,7 +196,7 @@ class Unsharded : public Trainer {
 
 std::unique_ptr<Trainer> make_trainer(
     const py::dict& sizes, const Values& values, int rank, int world, int port, bool bf16, double lr, bool sharded,
-    bool lean) {
+    bool over_weights) {
   Model model = make_peer(sizes);
   fill(*model.root, values);
   const py::gil_scoped_release no_gil;
@@ -206,7 +205,7 @@ std::unique_ptr<Trainer> make_trainer(
   env.rank = env.local_rank = rank;
   env.world_size = env.local_world_size = world;
   env.master_port = static_cast<std::uint16_t>(port);
-  return std::make_unique<Sharded>(std::move(model), env, bf16, lr, lean);
+  return std::make_unique<Sharded>(std::move(model), env, bf16, lr, over_weights);
 }
 
 }  // namespace
@@ -220,10 +219,10 @@ PYBIND11_MODULE(ragged_peer, m) {
   py::class_<Trainer>(m, "Trainer")
       .def(
           py::init(&ragged::bench::make_trainer), py::arg("sizes"), py::arg("values"), py::arg("rank"),
-          py::arg("world"), py::arg("port"), py::arg("bf16"), py::arg("lr"), py::arg("sharded"), py::arg("lean"),
+          py::arg("world"), py::arg("port"), py::arg("bf16"), py::arg("lr"), py::arg("sharded"),
+          py::arg("over_weights"),
           "sizes: ModelConfig as a dict; values: initial values by name; port: of this machine, for the ranks' store; "
-          "lean: all gradients computed where they are reduced, "
-          "no gather ahead, no reduction beside the next unit, and free buffers given back.")
+          "over_weights: gradients are written where the weights lay.")
       .def("forward_backward", &Trainer::forward_backward, ReleaseGil(), "data -> this rank's mean loss, detached")
       .def("update", &Trainer::update, ReleaseGil(), "Steps AdamW without weight decay and drops gradients.");
 }

@@ -216,15 +216,15 @@ def ragged_python(model: nn.Module, job: Job, *, own_optimizer: bool = False, **
     return plain_loop(model, adamw(params))
 
 
-def native(model: nn.Module, job: Job, *, sharded: bool = True, lean: bool = False) -> Running:
-    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++. `lean`: all
-    gradients in place, nothing gathered or reduced ahead, and a pool that gives free buffers back.
+def native(model: nn.Module, job: Job, *, sharded: bool = True, over_weights: bool = False) -> Running:
+    """The C++ model from the initial values of `model`, and with `sharded` our runtime and optimizer in C++.
+    `over_weights`: gradients are written where the weights lay.
     """
     import ragged_peer
 
     trainer = ragged_peer.Trainer(
         sizes=dataclasses.asdict(model.config), values=dict(model.named_parameters()), rank=job.rank, world=job.world,
-        port=job.port, bf16=job.bf16, lr=LEARNING_RATE, sharded=sharded, lean=lean)  # fmt: skip
+        port=job.port, bf16=job.bf16, lr=LEARNING_RATE, sharded=sharded, over_weights=over_weights)  # fmt: skip
     run = Running(trainer, trainer.forward_backward, trainer.update)
     return run if sharded else cast_floats(run, job)
 
@@ -242,9 +242,10 @@ MAKERS: dict[str, Callable[[nn.Module, Job], Running]] = {
     "megatron_v2": megatron_v2,
     "ragged_torch_adamw": ragged_python,
     "ragged": functools.partial(ragged_python, own_optimizer=True),
-    "ragged_in_place": functools.partial(ragged_python, own_optimizer=True, gradients_in_place=True),
+    "ragged_in_place": functools.partial(
+        ragged_python, own_optimizer=True, gradients_in_place="same_bits", gradients_over_weights=True),  # fmt: skip
     "ragged_cpp": native,
-    "ragged_cpp_lean": functools.partial(native, lean=True),
+    "ragged_cpp_over_weights": functools.partial(native, over_weights=True),
 }
 
 

@@ -26,13 +26,13 @@ def targets(results: Results, dry: list[dict[str, Any]]) -> list[Target]:
     for cell, limits in (
         # In fp32 a gather takes the master shard as its input, so that with gradients in place nothing is left.
         ("llama-fp32-2", (("ragged", 1.9), ("ragged_in_place", 0.05), ("ragged_cpp", 0.05))),
-        ("llama-bf16-2", (("ragged", 1.5), ("ragged_in_place", 0.5), ("ragged_cpp_lean", 0.5))),
+        ("llama-bf16-2", (("ragged", 1.5), ("ragged_in_place", 0.5), ("ragged_cpp", 0.5))),
     ):
         for system, limit in limits:
             what = "written by copies, P"
             found.append(absolute(results, cell, system, what, lambda row, size: row.copied / size, limit))
     for cell in ("llama-fp32-2", "llama-bf16-2", "moe-fp32-4"):
-        for system in ("ragged", "ragged_in_place", "ragged_cpp", "ragged_cpp_lean"):
+        for system in ("ragged", "ragged_in_place", "ragged_cpp", "ragged_cpp_over_weights"):
             what = "peak live bytes, MiB"
             found.append(ratio(results, cell, system, what, lambda row: row.peak / MIB, 0.80, all_peers=True))
     for system in ("ragged", "ragged_in_place", "ragged_cpp"):

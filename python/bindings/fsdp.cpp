@@ -351,6 +351,12 @@ void bind_group(py::module_& module) {
       .def_readwrite("requires_all_reduce", &ParamGroup::requires_all_reduce)
       .def_readwrite("reshard_after_forward", &ParamGroup::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &ParamGroup::reshard_after_backward)
+      .def_property(
+          "gradients_over_weights",
+          [](const ParamGroup& group) { return group.gradient_memory == fsdp::GradientMemory::kOverWeights; },
+          [](ParamGroup& group, bool value) {
+            group.gradient_memory = value ? fsdp::GradientMemory::kOverWeights : fsdp::GradientMemory::kOwn;
+          })
       .def_readwrite("is_behind", &ParamGroup::is_behind)
       .def_readwrite("reshards_when_unheld", &ParamGroup::reshards_when_unheld)
       .def_readwrite("gradient_divide_factor", &ParamGroup::gradient_divide_factor)

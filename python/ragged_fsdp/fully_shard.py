@@ -35,10 +35,11 @@ def fully_shard(
     collectives: str | None = None,
     planning: Planning = Planning(),
     gradients_in_place: bool | str = False,
+    gradients_over_weights: bool = False,
 ) -> Any:
     """Shards every parameter below `module` that no earlier call took, as one unit. Blocks first, the root last; returns what it was given.
 
-    The arguments are those of FSDP2 (torch 2.15), and four more:
+    The arguments are those of FSDP2 (torch 2.15), and five more:
 
     shard_policy: a function of (name, parameter) that returns the block which must stay on one rank: rows(32), elements(n), tile(128, 128),
         whole(), or None for 16 bytes; or one such block for all (veScale-FSDP section 4). It must answer alike on all ranks.
@@ -51,6 +52,12 @@ def fully_shard(
         compute in, first addend of a step. True: later addends (micro-batches, several uses) are accumulated by the product itself, and
         products of bf16 aren't rounded before they are reduced in fp32, so that last bits differ. Other modules, torch.compile, autocast,
         DTensors and frozen weights take torch's own way, whatever this says. Hooks on *unsharded* weights see no gradient.
+
+    gradients_over_weights: gradients are gathered up where the weights they belong to lay, once nobody holds these, so that a unit in backward
+        takes one buffer instead of two. It needs gradients in the dtype of the gathered weights (fp32 throughout; on Gloo also bf16 reduced
+        in fp32). Where a weight is still held, in nested backwards and in units that run several times in a step the unit takes a buffer of
+        its own, by itself. Not for units in which activation checkpointing runs a region again that reads a weight of another region
+        detached: it would read the gradient.
 
     mesh: 1-D shards, 2-D replicates over dim 0 and shards over dim 1; default: all ranks. With `dp_mesh_dims`, the full mesh of DTensor
         parameters and the names of its data-parallel dims.
@@ -90,6 +97,7 @@ def fully_shard(
     state.groups = make_groups(params, data, mp_policy, shard_policy, shard_placement_fn, offload_policy, planning, state)
     for group in state.groups:
         group.core.gradients_in_place = in_place_choice
+        group.core.gradients_over_weights = gradients_over_weights
     if in_place_choice != "no":
         in_place.convert(managed)
     if small:

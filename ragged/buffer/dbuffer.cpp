@@ -70,6 +70,14 @@ void DBuffer::attach(Slot slot) {
   }
 }
 
+void DBuffer::attach_over(const DBuffer& other) {
+  RAGGED_ASSERT(
+      form_ == Form::kPartial && other.form_ == Form::kReplicated && other.is_resident() &&
+          spec_.dtype == other.spec_.dtype && numel_ <= other.numel_,
+      "a buffer of '{}' over one that doesn't fit", spec_.unit);
+  image_->attach(other.slot_.data());
+}
+
 Slot DBuffer::detach() {
   image_->drop();
   for (DroppableStorage& storage : storages_) storage.drop();

@@ -57,6 +57,8 @@ class DBuffer {
   // --- memory ---
   /// Whole forms: points every view at the slot's bytes. Sharded form: use adopt().
   void attach(Slot slot);
+  /// kPartial: lies over another whole buffer of the same plan and dtype, whose slot stays its own, until detach().
+  void attach_over(const DBuffer& other);
   /// Drops the bytes and returns the slot. Views stay and raise until the next attach().
   Slot detach();
   /// Sharded form: a 1-D contiguous tensor of numel() elements becomes the bytes; undefined drops them.

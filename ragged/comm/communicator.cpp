@@ -219,6 +219,12 @@ bool Communicator::reduces_by_all_to_all(const Segment& segment) const {
   return state_->kind == BackendKind::kGloo && !is_stock();
 }
 
+bool Communicator::sums_after_transfer(std::span<const Segment> segments) const {
+  return size() == 1 || std::all_of(segments.begin(), segments.end(), [this](const Segment& segment) {
+           return segment.numel == 0 || reduces_by_all_to_all(segment);
+         });
+}
+
 Index Communicator::staging_numel(const ReduceScatter& args) const {
   if (size() == 1) return 0;
   Index numel = 0;

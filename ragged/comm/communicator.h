@@ -100,6 +100,9 @@ class Communicator {
   /// One uneven all-to-all and sums in rank order, with the bits of reduce_scatter() where that goes the same way. At
   /// least two ranks.
   Work reduce_scatter(const PackedReduceScatter& args, std::string_view unit) const;
+  /// Whether reduce_scatter() moves addends as they are and sums them in fp32 after that, so that addends of a narrower
+  /// dtype give the bits of the same ones widened before.
+  bool sums_after_transfer(std::span<const plan::Segment> segments) const;
 
   /// In place.
   Work all_reduce_sum(const at::Tensor& tensor, std::string_view unit) const;

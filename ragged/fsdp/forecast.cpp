@@ -24,7 +24,7 @@ class StepWalk {
       const UnitForecastInput& unit = units_[u];
       traits.push_back(
           {.has_params = !unit.groups.empty(),
-           .reduces = unit.reduce_buffer_bytes() > 0,
+           .reduces = unit.reduces(),
            .reshard_after_forward = unit.reshard_after_forward,
            .resident = resident_[u] != 0,
            .reduces_behind = unit.reduces_behind(),
@@ -143,7 +143,7 @@ class StepWalk {
     for (const GroupForecastInput& group : at(unit).groups) {
       for (const plan::ParamSpec& param : group.plan->params) {
         if (!param.trainable) continue;
-        (filled ? result.added_grad_bytes : result.cast_grad_bytes) += param.numel() * group.reduce_bytes;
+        (filled ? result.added_grad_bytes : result.cast_grad_bytes) += param.numel() * reduce_bytes(group);
       }
     }
     filled = !syncs;
@@ -190,8 +190,8 @@ class StepWalk {
     for (const GroupForecastInput& group : at(part.unit).groups) {
       const int trainable = group.plan->num_trainable_segments();
       if (group.is_behind != part.is_behind || group.plan->world_size == 1 || trainable == 0) continue;
-      if (merges) result.copied_bytes += owned_numel(*group.plan, trainable) * group.reduce_bytes;
-      result.reduced_bytes += group.plan->image_numel(trainable) * group.reduce_bytes;
+      if (merges) result.copied_bytes += owned_numel(*group.plan, trainable) * reduce_bytes(group);
+      result.reduced_bytes += group.plan->image_numel(trainable) * reduce_bytes(group);
       ++result.reduces;
     }
   }
@@ -204,17 +204,31 @@ class StepWalk {
     return numel;
   }
 
+  Index reduce_bytes(const GroupForecastInput& group) const {
+    const bool accumulates = options_.micro_batches > 1 && !options_.sync_each_micro_batch;
+    return group.narrows && !accumulates ? group.param_bytes : group.reduce_bytes;
+  }
+
+  Index reduce_buffer_bytes(Part part) const {
+    Index bytes = 0;
+    for (const GroupForecastInput& group : at(part.unit).groups) {
+      if (group.is_behind != part.is_behind) continue;
+      bytes += group.plan->image_numel(group.plan->num_trainable_segments()) * reduce_bytes(group);
+    }
+    return bytes;
+  }
+
   char& taken(Part part) { return reducing_[2 * static_cast<std::size_t>(part.unit) + (part.is_behind ? 1 : 0)]; }
 
   void take_reduce(Part part) {
     if (at(part.unit).groups.empty() || taken(part)) return;
     taken(part) = true;
-    reduce_ += at(part.unit).reduce_buffer_bytes(part.is_behind);
+    reduce_ += reduce_buffer_bytes(part);
     result.peak_reduce_bytes = std::max(result.peak_reduce_bytes, reduce_);
   }
 
   void release_reduce(Part part) {
-    if (taken(part)) reduce_ -= at(part.unit).reduce_buffer_bytes(part.is_behind);
+    if (taken(part)) reduce_ -= reduce_buffer_bytes(part);
     taken(part) = false;
   }
 
@@ -267,17 +281,14 @@ Index UnitForecastInput::image_bytes() const {
   return bytes;
 }
 
-Index UnitForecastInput::reduce_buffer_bytes() const {
-  return reduce_buffer_bytes(false) + reduce_buffer_bytes(true);
+bool UnitForecastInput::reduces() const {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& g) { return g.plan->num_trainable_segments() > 0; });
 }
 
-Index UnitForecastInput::reduce_buffer_bytes(bool is_behind) const {
-  Index bytes = 0;
-  for (const GroupForecastInput& group : groups) {
-    if (group.is_behind != is_behind) continue;
-    bytes += group.plan->image_numel(group.plan->num_trainable_segments()) * group.reduce_bytes;
-  }
-  return bytes;
+bool UnitForecastInput::reduces_behind() const {
+  return std::any_of(groups.begin(), groups.end(), [](const auto& group) {
+    return group.is_behind && group.plan->num_trainable_segments() > 0;
+  });
 }
 
 std::vector<char> ancestors(std::span<const int> parents) {

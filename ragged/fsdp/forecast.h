@@ -17,7 +17,8 @@ struct GroupForecastInput {
   Index param_bytes = 2;              // bytes an element of the image
   Index reduce_bytes = 4;             // of the reduce buffer
   bool gathers_from_masters = false;  // the image has their dtype: no cast before a gather of several ranks
-  bool is_behind = false;             // see [Note: what lies behind the inner units]
+  bool narrows = false;    // gradients reduced in the backward that computed them travel in the image's dtype
+  bool is_behind = false;  // see [Note: what lies behind the inner units]
 };
 
 /// One unit as the forecast needs it.
@@ -30,9 +31,8 @@ struct UnitForecastInput {
   MergeTraits reduction{};
 
   Index image_bytes() const;
-  Index reduce_buffer_bytes() const;  // of the trainable segments
-  Index reduce_buffer_bytes(bool is_behind) const;
-  bool reduces_behind() const { return reduce_buffer_bytes(true) > 0; }
+  bool reduces() const;  // has trainable segments
+  bool reduces_behind() const;
 };
 
 /// Which units have units inside; by index.

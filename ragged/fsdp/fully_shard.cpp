@@ -185,6 +185,7 @@ std::shared_ptr<ParamGroup> Unit::make_group(
   }
   auto group = std::make_shared<ParamGroup>(std::move(spec), params);
   group->gradients_in_place = options.gradients_in_place;
+  group->gradient_memory = options.gradient_memory;
   for (std::size_t i = 0; i < count; ++i) params[i].set_data(group->image(static_cast<int>(i)));
   group->bind(std::move(params));
   return group;

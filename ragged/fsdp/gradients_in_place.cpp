@@ -70,10 +70,21 @@ int param_of(const ag::AutogradContext& ctx) {
   return c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule())->param;
 }
 
+// References to a weight that end with the node: what it saved, and what came out of that. None where something else
+// came out (saved-tensor hooks): then others may hold the weight.
+Index holders_of(const ag::AutogradContext& ctx, const at::Tensor& saved) {
+  const auto target = c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule());
+  const auto group = target->group.lock();
+  return group && group->spec().params[static_cast<std::size_t>(target->param)].is_same(saved) ? 2 : 0;
+}
+
 // How an addend gets into a slot that holds something, or nothing.
 enum class Write { kOver, kAddExactly, kAccumulate, kNot };
 
-Write how_to_write(const ParamGroup& group, SlotState state) {
+Write how_to_write(const ParamGroup& group, const ParamGroup::GradientSlot& slot, at::ScalarType addend) {
+  const SlotState state = slot.state;
+  const bool rounds = group.gradients_in_place == GradientsInPlace::kSameBits;
+  if (rounds && slot.tensor.scalar_type() != addend) return Write::kNot;
   if (state == SlotState::kEmpty) return Write::kOver;
   if (group.gradients_in_place == GradientsInPlace::kAlways) return Write::kAccumulate;
   // What earlier micro-batches left is added to by the sum of this one's addends, which autograd has to make.
@@ -134,17 +145,19 @@ struct LinearNode : ag::Function<LinearNode> {
     const ag::variable_list saved = ctx->get_saved_variables();
     const at::Tensor grad = as_rows(grads[0]);
     if (ctx->needs_input_grad(0)) result[0] = grad.mm(saved[1]).view(saved[0].sizes());
-    if (ctx->needs_input_grad(1)) result[1] = weight_gradient(*ctx, grad.t(), as_rows(saved[0]));
+    if (ctx->needs_input_grad(1))
+      result[1] = weight_gradient(*ctx, grad.t(), as_rows(saved[0]), holders_of(*ctx, saved[1]));
     if (wants_bias(*ctx)) result[2] = grad.sum(0, /*keepdim=*/true).view({grad.size(1)});
     return result;
   }
 
-  static at::Tensor weight_gradient(const ag::AutogradContext& ctx, const at::Tensor& grad, const at::Tensor& x) {
+  static at::Tensor weight_gradient(
+      const ag::AutogradContext& ctx, const at::Tensor& grad, const at::Tensor& x, Index holders) {
     const auto group = group_of(ctx);
     if (!group) return grad.mm(x);
     const int param = param_of(ctx);
-    const ParamGroup::GradientSlot slot = group->gradient_slot(param);
-    const Write write = how_to_write(*group, slot.state);
+    const ParamGroup::GradientSlot slot = group->gradient_slot(param, holders);
+    const Write write = how_to_write(*group, slot, grad.scalar_type());
     if (write == Write::kNot) return grad.mm(x);
     const comm::BelowAutograd below;
     group->wrote_slot(param, counter_of(write, write_product(grad, x, slot.tensor, write)));
@@ -183,7 +196,7 @@ struct GroupedLinearNode : ag::Function<GroupedLinearNode> {
     const std::vector<Index> counts = ctx->saved_data["counts"].toIntVector();
     const at::Tensor grad = grads[0].contiguous();
     if (ctx->needs_input_grad(0)) result[0] = of_rows(grad, saved[1], counts);
-    if (ctx->needs_input_grad(1)) result[1] = weight_gradient(*ctx, grad, saved[0], saved[1], counts);
+    if (ctx->needs_input_grad(1)) result[1] = weight_gradient(*ctx, grad, saved, counts);
     if (wants_bias(*ctx)) {
       result[2] = stacked(counts, [&](Index, Index first, Index count) { return grad.narrow(0, first, count).sum(0); });
     }
@@ -223,8 +236,11 @@ struct GroupedLinearNode : ag::Function<GroupedLinearNode> {
   }
 
   static at::Tensor weight_gradient(
-      const ag::AutogradContext& ctx, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+      const ag::AutogradContext& ctx, const at::Tensor& grad, const ag::variable_list& saved,
       const std::vector<Index>& counts) {
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight = saved[1];
+    const Index holders = holders_of(ctx, weight);
     const auto product = [&] {
       return stacked(counts, [&](Index, Index first, Index count) {
         if (count == 0) return at::zeros({weight.size(1), weight.size(2)}, grad.options());
@@ -234,8 +250,8 @@ struct GroupedLinearNode : ag::Function<GroupedLinearNode> {
     const auto group = group_of(ctx);
     if (!group) return product();
     const int param = param_of(ctx);
-    const ParamGroup::GradientSlot slot = group->gradient_slot(param);
-    const Write write = how_to_write(*group, slot.state);
+    const ParamGroup::GradientSlot slot = group->gradient_slot(param, holders);
+    const Write write = how_to_write(*group, slot, grad.scalar_type());
     if (write == Write::kNot) return product();
     const comm::BelowAutograd below;
     bool in_place = true;
@@ -280,8 +296,8 @@ struct EmbeddingNode : ag::Function<EmbeddingNode> {
       result[0] = whole();
       return result;
     }
-    const ParamGroup::GradientSlot slot = group->gradient_slot(param);
-    const Write write = how_to_write(*group, slot.state);
+    const ParamGroup::GradientSlot slot = group->gradient_slot(param, 0);
+    const Write write = how_to_write(*group, slot, grads[0].scalar_type());
     if (write == Write::kNot) {
       result[0] = whole();
       return result;

@@ -46,6 +46,16 @@ enum class GradientsInPlace {
   kAlways,
 };
 
+/// What gradients are reduced from. [Note: gradients over weights]
+/// Once backward has computed the gradient of a weight, and nobody holds the weight any more (images that nobody holds,
+/// runtime.h), its place in the image is free. kOverWeights writes the gradient there, where both have one dtype, and
+/// the image becomes the reduce buffer: a unit in backward takes one buffer, not two. Where somebody does hold the
+/// weight (a second use, a graph that is kept), in nested backwards, in units that are called several times, and where
+/// the image is to stay, the unit takes a buffer of its own as ever. What no reference tells of is a region *inside* a
+/// unit under activation checkpointing that reads the weight of another part of the unit without being differentiated
+/// by it (detach()): run again, it would read the gradient. Hence the user's choice.
+enum class GradientMemory { kOwn, kOverWeights };
+
 struct FullyShardOptions {
   comm::MeshGroups groups{};
   MixedPrecision mixed_precision{};
@@ -57,6 +67,7 @@ struct FullyShardOptions {
   /// (ZeRO-2). none: true, but false for the root.
   std::optional<bool> reshard_after_forward{};
   GradientsInPlace gradients_in_place = GradientsInPlace::kSameBits;
+  GradientMemory gradient_memory = GradientMemory::kOwn;
   /// Keep no activations of this unit: run its forward again in backward. No unit may lie inside it.
   bool activation_checkpointing = false;
   /// Broadcast rank 0's initial values, where ranks may have initialised differently.

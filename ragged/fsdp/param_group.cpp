@@ -75,6 +75,7 @@ std::shared_ptr<ParamGroup> ParamGroup::converted(
   auto group = std::make_shared<ParamGroup>(std::move(spec), std::vector<at::Tensor>(plan().params.size()));
   group->small_group_ = small_group_;
   group->gradients_in_place = gradients_in_place;
+  group->gradient_memory = gradient_memory;
   group->is_behind = is_behind;
   return group;
 }
@@ -115,6 +116,11 @@ buffer::DBufferSpec ParamGroup::buffer_spec(at::ScalarType dtype, int num_segmen
 void ParamGroup::make_reduce_buffers(int num_segments) {
   reduced_segments_ = num_segments;
   reduce_ = std::make_unique<DBuffer>(buffer_spec(spec_.reduce_dtype, num_segments), Form::kPartial);
+  narrow_.reset();
+  const bool is_narrower = c10::elementSize(spec_.param_dtype) < c10::elementSize(spec_.reduce_dtype);
+  if (is_narrower && spec_.groups.shard.sums_after_transfer(reduce_->segments())) {
+    narrow_ = std::make_unique<DBuffer>(buffer_spec(spec_.param_dtype, num_segments), Form::kPartial);
+  }
   grads_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
   partial_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
   scratch_ = std::make_unique<DBuffer>(buffer_spec(spec_.master_dtype, num_segments), Form::kSharded);
@@ -131,6 +137,7 @@ void ParamGroup::rename(std::string unit, const std::vector<std::string>& params
   for (DBuffer* buffer : {masters_.get(), image_.get(), reduce_.get(), grads_.get(), partial_.get(), scratch_.get()}) {
     buffer->rename(spec_.name, spec_.plan);
   }
+  if (narrow_) narrow_->rename(spec_.name, spec_.plan);
 }
 
 Index ParamGroup::staging_bytes() const {
@@ -149,6 +156,10 @@ void ParamGroup::check_has_values() const {
 void ParamGroup::unshard() {
   may_be_gone_ = false;
   if (front_ && front_->gathers()) return gather_by_front();
+  if (is_over_weights_) {  // the image isn't what it was
+    take_own_buffer();
+    state_ = ShardState::kSharded;
+  }
   const auto version = masters_->flat()._version();
   if (state_ == ShardState::kUnsharding) return;
   if (state_ == ShardState::kUnsharded && gathered_version_ == version) return;
@@ -203,7 +214,11 @@ void ParamGroup::reshard() {
   if (state_ == ShardState::kSharded) return;
   wait_for_unshard();
   if (front_ && front_->gathers()) front_->drop();
-  image_->detach();  // and the slot goes back to the pool
+  buffer::Slot slot = image_->detach();  // goes back to the pool
+  if (is_over_weights_) {                // or goes on as the reduce buffer
+    filling_->attach(std::move(slot));
+    is_over_weights_ = false;
+  }
   state_ = ShardState::kSharded;
   if (front_) front_->sharded();
 }
@@ -221,12 +236,15 @@ std::array<Index, 3> ParamGroup::holders(int param) const {
 
 bool ParamGroup::is_held() const {
   for (std::size_t i = 0; i < own_holders_.size(); ++i) {
-    const auto now = holders(static_cast<int>(i));
-    for (std::size_t k = 0; k < now.size(); ++k) {
-      if (now[k] > own_holders_[i][k]) return true;
-    }
+    if (is_held(static_cast<int>(i), 0)) return true;
   }
   return false;
+}
+
+bool ParamGroup::is_held(int param, Index own_holders) const {
+  const auto now = holders(param);
+  const auto& before = own_holders_[static_cast<std::size_t>(param)];
+  return now[0] > before[0] + own_holders || now[1] > before[1] || now[2] > before[2];
 }
 
 bool ParamGroup::reshard_if_unheld() {
@@ -323,6 +341,9 @@ void ParamGroup::abandon() {
     reduction_.reset();
   }
   reduce_->detach();
+  if (narrow_) narrow_->detach();
+  filling_ = nullptr;
+  is_over_weights_ = accumulates_ = false;
   kept_ = {};
   if (state_ != ShardState::kSharded) {
     if (front_ && front_->gathers()) front_->drop();

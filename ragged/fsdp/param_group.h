@@ -120,7 +120,13 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// The image has the masters' dtype, so gathers read them (where the backend can): they must not change while one is
   /// in flight.
   bool gathers_from_masters() const;
+  /// Gradients that are reduced in the backward which computed them travel in the image's dtype, narrower than the
+  /// sum's and with its bits: see Communicator::sums_after_transfer(). (As in FSDP2, several addends of one backward
+  /// are added up in that dtype.)
+  bool narrows_gradients() const;
   Index reduce_bytes() const { return reduce_->nbytes(); }
+  /// The dtype that gradients are in when they are reduced now.
+  at::ScalarType addend_dtype() const { return narrows_now() ? spec_.param_dtype : spec_.reduce_dtype; }
   /// Most staging that a reduction of this group can need.
   Index staging_bytes() const;
   Index gradient_bytes() const { return grads_->nbytes(); }
@@ -161,13 +167,14 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
     kFilled,   // others
   };
   struct GradientSlot {
-    at::Tensor tensor;  // the parameter's shape, the reduce dtype; valid until the unit is reduced
+    at::Tensor tensor;  // the parameter's shape, the dtype it is reduced from; valid until the unit is reduced
     SlotState state = SlotState::kEmpty;
   };
   /// Whether `tensor` is a parameter of this group that may be written so; what it says holds until the next forward.
   bool takes_in_place(int param, const at::Tensor& tensor) const;
   /// The slot, made if need be. Throws InvalidArgument where the unit isn't in backward.
-  GradientSlot gradient_slot(int param);
+  /// `own_holders`: references to the parameter that the caller needs no more, see [Note: gradients over weights].
+  GradientSlot gradient_slot(int param, Index own_holders);
   /// Between the two, the slot was written or added to. `how` is the counter that its bytes belong to.
   void wrote_slot(int param, Index buffer::ByteCounters::*how);
   /// Looks at requires_grad anew: where something was unfrozen, frozen segments get reduce buffers too. Returns whether
@@ -196,6 +203,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::vector<char> used() const;
   /// Gradients wait in the reduce buffer.
   bool has_unreduced() const;
+  /// Backward left them there for a later one, on all ranks.
+  void keep_unreduced() { accumulates_ = true; }
   /// By parameter: some rank did. Those have a gradient from now on.
   void publish(const char* used_by_any);
 
@@ -223,6 +232,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::uint64_t checksum() const { return checksum_; }
 
   GradientsInPlace gradients_in_place = GradientsInPlace::kNo;
+  GradientMemory gradient_memory = GradientMemory::kOwn;
+  bool may_overwrite = false;  // by what is known of this backward alone; said before each gradient
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_forward = true;
@@ -251,13 +262,19 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   void gather_by_front();
   void check_has_values() const;
   Reduction begin_reduction(buffer::DBuffer::ReduceOptions& options);
+  void release_addends();
   std::array<Index, 3> holders(int param) const;
   bool is_held() const;
+  bool is_held(int param, Index own_holders) const;
+  bool narrows_now() const;
+  void open_slot(int param, Index own_holders);
+  void take_own_buffer();
+  void move_slots(buffer::DBuffer& target);
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);
   buffer::DBuffer& reduction_target(buffer::DBuffer::ReduceOptions& options);
   c10::Device home() const;
-  at::Tensor gradient_memory(const buffer::DBuffer& shard);
+  at::Tensor new_gradients(const buffer::DBuffer& shard);
   void merge(buffer::DBuffer& target);
   void take_foreign_gradients();
   double divide_factor() const;
@@ -273,6 +290,10 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   std::unique_ptr<buffer::DBuffer> masters_;
   std::unique_ptr<buffer::DBuffer> image_;
   std::unique_ptr<buffer::DBuffer> reduce_;
+  std::unique_ptr<buffer::DBuffer> narrow_;  // the same in the image's dtype; null: see narrows_gradients()
+  buffer::DBuffer* filling_ = nullptr;       // which of the two gradients are in; null: neither has bytes
+  bool is_over_weights_ = false;             // its bytes are the image's
+  bool accumulates_ = false;                 // with gradients of an earlier backward
   std::unique_ptr<buffer::DBuffer> grads_;
   std::unique_ptr<buffer::DBuffer> partial_;  // HSDP: summed over the shard group only
   std::unique_ptr<buffer::DBuffer> scratch_;  // a sum that is to be added to gradients that are there

@@ -39,7 +39,7 @@ bool ParamGroup::refresh_trainable(const GradientReady& ready) {
     unfrozen = unfrozen || i >= accumulators_.size() || !accumulators_[i];
     if (plan().segment_of(static_cast<int>(i)) < reduced_segments_) continue;
     RAGGED_CHECK(
-        !grads_->is_resident() && !reduce_->is_resident(),
+        !grads_->is_resident() && !filling_,
         "[unfreeze] Expected no gradients in unit '{}' when '{}' is unfrozen, but got some. Call zero_grad() first.",
         spec_.name, plan().params[i].name);
     make_reduce_buffers(static_cast<int>(plan().segments.size()));
@@ -62,8 +62,8 @@ void ParamGroup::take_gradient(int param) {
       "[backward] Expected a dense gradient, but got a sparse one (param '{}'). Turn sparse gradients off.",
       plan().params[p].name);
   BelowAutograd guard;
-  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
-  const at::Tensor slot = reduce_->tensor(param);
+  open_slot(param, 0);
+  const at::Tensor slot = filling_->tensor(param);
   if (slot_states_[p] == SlotState::kFilled) {
     slot.add_(grad);
     counters.added += static_cast<Index>(slot.nbytes());
@@ -77,24 +77,68 @@ void ParamGroup::take_gradient(int param) {
 
 bool ParamGroup::takes_in_place(int param, const at::Tensor& tensor) const {
   if (gradients_in_place == GradientsInPlace::kNo || !gradient_ready_) return false;
-  if (gradients_in_place == GradientsInPlace::kSameBits && spec_.param_dtype != spec_.reduce_dtype) return false;
+  const bool same_dtype = spec_.param_dtype == spec_.reduce_dtype || narrow_;
+  if (gradients_in_place == GradientsInPlace::kSameBits && !same_dtype) return false;
   const auto p = static_cast<std::size_t>(param);
   return plan().segment_of(param) < reduced_segments_ && p < spec_.params.size() && spec_.params[p].is_same(tensor);
 }
 
-ParamGroup::GradientSlot ParamGroup::gradient_slot(int param) {
+bool ParamGroup::narrows_gradients() const {
+  return narrow_ && gradients_in_place != GradientsInPlace::kAlways;
+}
+
+// Alike on all ranks, whichever of them had gradients.
+bool ParamGroup::narrows_now() const {
+  return narrows_gradients() && requires_gradient_sync && !accumulates_;
+}
+
+// Bytes for the slots, this parameter's not needed for anything else.
+void ParamGroup::open_slot(int param, Index own_holders) {
+  if (!filling_) {
+    filling_ = narrows_now() ? narrow_.get() : reduce_.get();
+    const auto dtype = filling_ == reduce_.get() ? spec_.reduce_dtype : spec_.param_dtype;
+    is_over_weights_ = gradient_memory == GradientMemory::kOverWeights && may_overwrite && dtype == spec_.param_dtype &&
+        requires_gradient_sync && reshard_after_backward && state_ == ShardState::kUnsharded && image_->is_resident();
+    if (is_over_weights_) {
+      filling_->attach_over(*image_);
+    } else {
+      filling_->attach(slots_.pool->take(slots_.reduce, filling_->nbytes()));
+    }
+  }
+  const bool is_first = slot_states_[static_cast<std::size_t>(param)] == SlotState::kEmpty;
+  if (is_over_weights_ && (!may_overwrite || (is_first && is_held(param, own_holders)))) take_own_buffer();
+}
+
+// The gradients that lie over weights move away from the others' weights, which are still needed.
+void ParamGroup::take_own_buffer() {
+  BelowAutograd guard;
+  std::vector<at::Tensor> written(slot_states_.size());
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    if (slot_states_[i] != SlotState::kEmpty) written[i] = image_->tensor(static_cast<int>(i));
+  }
+  filling_->detach();
+  filling_->attach(slots_.pool->take(slots_.reduce, filling_->nbytes()));
+  is_over_weights_ = false;
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    if (!written[i].defined()) continue;
+    filling_->tensor(static_cast<int>(i)).copy_(written[i]);
+    counters.copied += static_cast<Index>(written[i].nbytes());
+  }
+}
+
+ParamGroup::GradientSlot ParamGroup::gradient_slot(int param, Index own_holders) {
   gradient_ready_(param, GradientEvent::kInPlace);
-  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
-  return {.tensor = reduce_->tensor(param), .state = slot_states_[static_cast<std::size_t>(param)]};
+  open_slot(param, own_holders);
+  return {.tensor = filling_->tensor(param), .state = slot_states_[static_cast<std::size_t>(param)]};
 }
 
 void ParamGroup::wrote_slot(int param, Index buffer::ByteCounters::*how) {
   SlotState& state = slot_states_[static_cast<std::size_t>(param)];
   if (state == SlotState::kEmpty) state = SlotState::kWritten;
-  counters.*how += static_cast<Index>(reduce_->tensor(param).nbytes());
+  counters.*how += static_cast<Index>(filling_->tensor(param).nbytes());
 }
 
-at::Tensor ParamGroup::gradient_memory(const DBuffer& shard) {
+at::Tensor ParamGroup::new_gradients(const DBuffer& shard) {
   // The slot goes back to the pool with the last view of the tensor.
   auto slot = std::make_shared<buffer::Slot>(slots_.pool->take(slots_.gradient, shard.nbytes()));
   void* data = slot->data();
@@ -117,7 +161,7 @@ DBuffer& ParamGroup::reduction_target(DBuffer::ReduceOptions& options) {
   }
   if (!replicated) options.scale = 1.0 / divide_factor();
   options.accumulate = target->is_resident();
-  if (!target->is_resident()) target->adopt(gradient_memory(*target));
+  if (!target->is_resident()) target->adopt(new_gradients(*target));
   return *target;
 }
 
@@ -131,10 +175,12 @@ ParamGroup::Reduction ParamGroup::begin_reduction(DBuffer::ReduceOptions& option
   if (front_ && !unpublished_) take_foreign_gradients();
   unpublished_ = true;
   RAGGED_ASSERT(!reduction_, "two reductions of unit '{}' at once", spec_.name);
-  if (!reduce_->is_resident()) reduce_->attach(slots_.pool->take(slots_.reduce, reduce_->nbytes()));
+  DBuffer& addends = narrows_now() ? *narrow_ : *reduce_;
+  if (filling_ != &addends) move_slots(addends);
+  RAGGED_ASSERT(!is_over_weights_, "unit '{}' is reduced from the image that it keeps", spec_.name);
   std::vector<char> filled(slot_states_.size());
   for (std::size_t i = 0; i < filled.size(); ++i) filled[i] = slot_states_[i] != SlotState::kEmpty;
-  reduce_->zero_unfilled(filled, counters);
+  addends.zero_unfilled(filled, counters);
   for (std::size_t i = 0; i < filled.size(); ++i) used_[i] = static_cast<char>(used_[i] | filled[i]);
   Reduction reduction;
   reduction.target = &reduction_target(options);
@@ -145,17 +191,40 @@ void ParamGroup::issue_reduction() {
   comm::ProfilerRange range("ragged::reduce", spec_.name);
   DBuffer::ReduceOptions options;
   Reduction reduction = begin_reduction(options);
-  const Index staging_numel = reduce_->staging_numel(spec_.groups.shard, *reduction.target, options);
+  const DBuffer& addends = *filling_;
+  const Index staging_numel = addends.staging_numel(spec_.groups.shard, *reduction.target, options);
   at::Tensor staging;
   if (staging_numel > 0) {
-    const Index bytes = staging_numel * static_cast<Index>(c10::elementSize(spec_.reduce_dtype));
+    const auto dtype = addends.flat().scalar_type();
+    const Index bytes = staging_numel * static_cast<Index>(c10::elementSize(dtype));
     reduction.staging = slots_.pool->take(slots_.staging, bytes);
     staging = at::from_blob(
-        reduction.staging.data(), {staging_numel},
-        at::TensorOptions().dtype(spec_.reduce_dtype).device(spec_.groups.device));
+        reduction.staging.data(), {staging_numel}, at::TensorOptions().dtype(dtype).device(spec_.groups.device));
   }
-  reduction.work = reduce_->reduce_scatter(spec_.groups.shard, *reduction.target, staging, options);
+  reduction.work = addends.reduce_scatter(spec_.groups.shard, *reduction.target, staging, options);
   reduction_ = std::move(reduction);
+}
+
+// Nothing came, or it came while the unit was to be left unreduced, and settings changed since.
+void ParamGroup::move_slots(DBuffer& target) {
+  BelowAutograd guard;
+  target.attach(slots_.pool->take(slots_.reduce, target.nbytes()));
+  for (std::size_t i = 0; filling_ && i < slot_states_.size(); ++i) {
+    const int param = static_cast<int>(i);
+    if (slot_states_[i] == SlotState::kEmpty) continue;
+    target.tensor(param).copy_(filling_->tensor(param));
+    counters.copied += static_cast<Index>(target.tensor(param).nbytes());
+  }
+  if (filling_) filling_->detach();
+  is_over_weights_ = false;
+  filling_ = &target;
+}
+
+void ParamGroup::release_addends() {
+  filling_->detach();
+  filling_ = nullptr;
+  accumulates_ = false;
+  std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
 }
 
 void ParamGroup::finish_scatter() {
@@ -163,10 +232,7 @@ void ParamGroup::finish_scatter() {
   reduction_->work.wait();
   reduction_->scattered = true;
   reduction_->staging = {};
-  if (!reduction_->packed) {
-    reduce_->detach();
-    std::fill(slot_states_.begin(), slot_states_.end(), SlotState::kEmpty);
-  }
+  if (!reduction_->packed) release_addends();
   if (spec_.groups.replicate.size() == 1 || !requires_all_reduce) return;
   reduction_->work = reduction_->target->all_reduce(spec_.groups.replicate);
   reduction_->all_reducing = true;
@@ -254,7 +320,7 @@ void ParamGroup::take_foreign_gradients() {
       grads_->adopt(
           spec_.offload.enabled
               ? at::empty({grads_->numel()}, at::TensorOptions().dtype(spec_.master_dtype).device(home()))
-              : gradient_memory(*grads_));
+              : new_gradients(*grads_));
       grads_->zero(counters);
     }
     at::Tensor own = grads_->tensor(index);

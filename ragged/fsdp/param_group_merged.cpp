@@ -170,7 +170,7 @@ void ParamGroup::reduce_together(std::span<ParamGroup* const> groups) {
   for (ParamGroup* group : groups) {
     DBuffer::ReduceOptions options;
     reductions.push_back(group->begin_reduction(options));
-    const DBuffer& image = *group->reduce_;
+    const DBuffer& image = *group->filling_;
     const Index numel = Packing::owned(image, shard.rank());
     args.parts.push_back(
         {.offset = mine,
@@ -192,14 +192,13 @@ void ParamGroup::reduce_together(std::span<ParamGroup* const> groups) {
     Staging received;
   };
   buffer::BufferPool& pool = *first.slots_.pool;
-  const auto dtype = first.spec_.reduce_dtype;
+  const auto dtype = images.front()->flat().scalar_type();
   const auto buffers = std::make_shared<Buffers>(
       Buffers{.packed = {pool, packing.numel(), dtype}, .received = {pool, (shard.size() - 1) * mine, dtype}});
   pack(slices, buffers->packed.tensor);
   for (ParamGroup* group : groups) {
-    group->counters.copied += packing.bytes(*group->reduce_);
-    group->reduce_->detach();
-    std::fill(group->slot_states_.begin(), group->slot_states_.end(), SlotState::kEmpty);
+    group->counters.copied += packing.bytes(*group->filling_);
+    group->release_addends();
   }
   args.packed = buffers->packed.tensor;
   args.staging = buffers->received.tensor;

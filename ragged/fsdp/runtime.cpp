@@ -34,7 +34,8 @@ Runtime::Runtime(
       groups_(std::move(groups)),
       pending_reductions_(units_.size(), 0),
       unreduced_(units_.size(), 0),
-      behind_reduced_(units_.size(), 0) {
+      behind_reduced_(units_.size(), 0),
+      active_calls_(units_.size(), 0) {
   if (shares) {
     pool_ = shares->pool_;
     gather_stream_ = shares->gather_stream_;
@@ -347,6 +348,7 @@ StepForecast Runtime::forecast(int micro_batches, bool sync_each) const {
            .param_bytes = static_cast<Index>(c10::elementSize(group->spec().param_dtype)),
            .reduce_bytes = static_cast<Index>(c10::elementSize(group->spec().reduce_dtype)),
            .gathers_from_masters = group->gathers_from_masters(),
+           .narrows = group->narrows_gradients(),
            .is_behind = group->is_behind});
     }
     inputs.push_back(input);

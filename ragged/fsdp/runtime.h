@@ -167,6 +167,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool backward_open_ = false;          // began, and its sweep hasn't run
   std::weak_ptr<void> backward_alive_;  // held by the sweep's callback
   std::vector<Record> active_;
+  std::vector<int> active_calls_;        // by unit: its calls in those
+  int backward_task_ = -1;               // of autograd's: the outermost
   std::vector<int> pending_reductions_;  // by unit: entries of active records still ahead of the cursor
   std::vector<char> unreduced_;          // by unit: a backward kept its gradients in the reduce buffer
   std::vector<char> behind_reduced_;     // by unit: its kBehind was reduced in this backward

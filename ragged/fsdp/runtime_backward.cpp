@@ -40,8 +40,10 @@ void Runtime::activate(const Record& record) {
     if (issue.kind == IssueKind::kReduce) ++pending_reductions_[static_cast<std::size_t>(issue.unit)];
   }
   active_.push_back(record);
+  for (const int called : record->call_units) ++active_calls_[static_cast<std::size_t>(called)];
   if (backward_open_) return;
   backward_open_ = true;
+  backward_task_ = ag::get_current_graph_task_id();
   const auto token = std::make_shared<char>();
   backward_alive_ = token;
   ag::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
@@ -86,6 +88,8 @@ void Runtime::gradient_ready(int index, int group_index, int param, ParamGroup::
       "unit's parameters only inside its forward, and let outputs that lead to the loss be returned from it.",
       group.plan().params[static_cast<std::size_t>(param)].name, u.name,
       active_.empty() ? "outside a backward of the root" : "after the unit was reduced", groups_.rank);
+  group.may_overwrite =
+      active_calls_[static_cast<std::size_t>(index)] == 1 && ag::get_current_graph_task_id() == backward_task_;
   if (event == ParamGroup::GradientEvent::kComplete) group.take_gradient(param);
 }
 
@@ -106,7 +110,11 @@ void Runtime::advance(ForwardRecord& record, int target, bool skip_gathers) {
       case IssueKind::kReduce:
         --pending_reductions_[static_cast<std::size_t>(issue.unit)];
         unreduced_[static_cast<std::size_t>(issue.unit)] = true;
-        if (unit(issue.unit).groups.front()->requires_gradient_sync) collected_.push_back(issue.unit);
+        if (unit(issue.unit).groups.front()->requires_gradient_sync) {
+          collected_.push_back(issue.unit);
+        } else {
+          for (const auto& group : unit(issue.unit).groups) group->keep_unreduced();
+        }
         if (!issue.with_next) issue_collected_reductions();
         break;
       case IssueKind::kReduceBehind:
@@ -159,6 +167,7 @@ void Runtime::sweep() {
   }
   if (is_last_backward) publish_gradients();
   active_.clear();
+  std::fill(active_calls_.begin(), active_calls_.end(), 0);
   backward_open_ = false;
   while (!open_.empty() && open_.back().recomputes) open_.pop_back();  // recomputations that stopped early
 }
@@ -211,12 +220,14 @@ void Runtime::publish_gradients() {
       used.insert(used.end(), own.begin(), own.end());
     }
     // And one flag a group that was reduced early: gradients came after that.
-    const std::size_t num_used = used.size();
-    for (const ParamGroup* group : together) {
-      used.push_back(static_cast<char>(group->is_behind && group->requires_gradient_sync && group->has_unreduced()));
+    std::vector<ParamGroup*> behind;
+    for (ParamGroup* group : together) {
+      if (!group->is_behind) continue;
+      behind.push_back(group);
+      used.push_back(static_cast<char>(group->requires_gradient_sync && group->has_unreduced()));
     }
     exchange_used(together, used);
-    reduce_latecomers(together, used.data() + num_used);
+    reduce_latecomers(behind, used.data() + (used.size() - behind.size()));
     const char* flags = used.data();
     for (ParamGroup* group : together) {
       group->publish(flags);
@@ -261,6 +272,7 @@ void Runtime::reset() {
   std::fill(unreduced_.begin(), unreduced_.end(), 0);
   std::fill(behind_reduced_.begin(), behind_reduced_.end(), 0);
   active_.clear();
+  std::fill(active_calls_.begin(), active_calls_.end(), 0);
   reduced_.clear();
   scattering_ = -1;
   all_reducing_ = -1;

@@ -43,7 +43,10 @@ MergeTraits Runtime::reduce_merge(const RuntimeUnit& unit) const {
   const ParamGroup& group = *unit.groups.front();
   const bool is_alone = group.spec().groups.replicate.size() > 1 || group.all_reduce_hook || group.is_behind;
   if (!group.reduces() || is_alone) return {};
-  return {.kind = static_cast<int>(group.spec().reduce_dtype), .bytes = group.reduce_bytes()};
+  const auto addends = group.narrows_gradients() ? group.spec().param_dtype : group.spec().reduce_dtype;
+  constexpr int kDtypes = 256;
+  const int kind = static_cast<int>(group.spec().reduce_dtype) * kDtypes + static_cast<int>(addends);
+  return {.kind = kind, .bytes = group.reduce_bytes()};
 }
 
 // As far as this forward follows the last one it is known what comes next, on all ranks alike.
@@ -94,7 +97,9 @@ void Runtime::issue_collected_reductions() {
   const std::vector<int> units = std::exchange(collected_, {});
   const auto goes_along = [&](int index) {
     const MergeTraits traits = reduce_merge(unit(index));
-    return traits.kind >= 0 && traits.kind == reduce_merge(unit(units.front())).kind;
+    const ParamGroup& first = *unit(units.front()).groups.front();
+    return traits.kind >= 0 && traits.kind == reduce_merge(unit(units.front())).kind &&
+        unit(index).groups.front()->addend_dtype() == first.addend_dtype();
   };
   if (units.size() < 2 || !std::ranges::all_of(units, goes_along)) {
     for (const int index : units) issue_reduction(index, Part::kAll);

@@ -83,6 +83,8 @@ std::shared_ptr<fsdp::Unit> shard(TinyModel& model, comm::World& world, const Ca
   options.mixed_precision = {.param_dtype = c.param_dtype, .reduce_dtype = c.reduce_dtype};
   options.reshard_after_forward = c.reshard;
   options.gradients_in_place = c.in_place;
+  const bool over = c.mesh.size() % 2 == 0;
+  options.gradient_memory = over ? fsdp::GradientMemory::kOverWeights : fsdp::GradientMemory::kOwn;
   if (c.rows > 0) {
     options.shard_policy = [rows = c.rows](const fsdp::ParamInfo& p) -> std::optional<plan::Block> {
       if (p.shape.size() < 2) return std::nullopt;

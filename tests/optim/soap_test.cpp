@@ -285,6 +285,26 @@ TEST(SoapPlan, without_a_basis_on_either_side_it_is_adamw) {
   }
 }
 
+TEST(SoapPlan, betas_and_frequency_of_the_steps_to_come_are_those_of_a_plan_made_with_them) {
+  const at::Tensor first = at::randn({7, 13});
+  const at::Tensor second = first.clone();
+  const SoapMath later{.beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .precondition_frequency = 2};
+  SoapPlan changed({whole("w", first)}, {}, {}, {});
+  SoapPlan made({whole("w", second)}, later, {}, {});
+  changed.set_math(later);
+  const auto states = changed.make_states(at::TensorOptions());
+  const auto others = made.make_states(at::TensorOptions());
+  for (int number = 1; number <= 6; ++number) {
+    const at::Tensor grad = at::randn({7, 13});
+    changed.step(pieces_of({first}, {grad}, number), states);
+    made.step(pieces_of({second}, {grad}, number), others);
+  }
+  EXPECT_TRUE(at::equal(first, second));
+  EXPECT_TRUE(at::equal(states[0].left_basis, others[0].left_basis));
+  EXPECT_INVALID(changed.set_math({.beta1 = 1.0}), "beta1 in [0, 1)");
+  EXPECT_INVALID(changed.set_math({.max_precondition_dim = 8}), "Make another plan");
+}
+
 TEST(SoapPlan, zeros_only_decay_and_a_skipped_step_or_missing_gradient_changes_nothing) {
   const at::Tensor start = at::randn({4, 6});
   const at::Tensor param = start.clone();

@@ -76,10 +76,10 @@ CASES = {
 }
 
 
-def gradients(name, in_place, bf16=False, micro=1, autocast=False):
+def gradients(name, in_place, bf16=False, micro=1, autocast=False, over=False):
     """(gradients after each of three steps, losses, what moved in the last)."""
     build, loss_of = CASES[name]
-    options = {"mesh": mesh(), "gradients_in_place": in_place}
+    options = {"mesh": mesh(), "gradients_in_place": in_place, "gradients_over_weights": over}
     if bf16:
         options["mp_policy"] = subject().MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = seeded(build)
@@ -101,9 +101,9 @@ def gradients(name, in_place, bf16=False, micro=1, autocast=False):
 
 
 def compare(name, in_place, exact, **options):
-    want, want_losses, copied = gradients(name, False, **options)
+    want, want_losses, copied = gradients(name, False, **options | {"over": False})
     got, losses, moved = gradients(name, in_place, **options)
-    assert moved["copied"] == 0 and copied["in_place"] == 0
+    assert (moved["copied"] == 0 or options.get("over")) and copied["in_place"] == 0
     for loss, expected in zip(losses, want_losses, strict=True):
         assert torch.equal(loss, expected)
     for mine, theirs in zip(got, want, strict=True):
@@ -122,7 +122,12 @@ def _all_of(checks):
     return [compare(name, in_place, exact, **options) for name, in_place, exact, options in checks]
 
 
-SAME_BITS = [(name, "same_bits", True, options) for name in CASES for options in ({}, {"micro": 3})]
+SAME_BITS = [
+    (name, "same_bits", True, options)
+    for name in CASES
+    for options in ({}, {"micro": 3}, {"bf16": True}, {"over": True}, {"over": True, "bf16": True}, {"over": True, "micro": 2})
+]
+OVER_WEIGHTS = [(name, False, True, {"over": True} | options) for name in CASES for options in ({}, {"bf16": True}, {"micro": 2})]
 ALWAYS = [(name, True, False, options) for name in CASES for options in ({}, {"micro": 2}, {"bf16": True})]
 
 
@@ -132,6 +137,11 @@ def test_same_bits_means_same_bits(ranks):
         for (name, *_, options), (moved, copied) in zip(SAME_BITS, found, strict=True):
             assert moved["in_place"] > 0, name
             assert moved["cast_grad"] + moved["in_place"] == copied["cast_grad"], (name, options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_copies_over_weights_have_the_same_bits(ranks):
+    processes(ranks, _all_of, OVER_WEIGHTS)
 
 
 def test_always_is_near_and_copies_no_matrix():
