@@ -57,7 +57,7 @@ void Runtime::gather_in_forward(int index) {
   unshard_in_order(index, position);
 }
 
-/// Gathers a sharded unit, and with it those that come after it at `position` of the last forward's order.
+// Gathers a sharded unit, and with it those that come after it at `position` of the last forward's order.
 void Runtime::unshard_in_order(int index, std::size_t position) {
   const Index limit = merge_limit();
   if (limit == 0 || !is_small(gather_merge(unit(index)))) return unshard(index);
