@@ -368,7 +368,7 @@ def planned_and_measured(forecast: dict[str, int], before: dict[str, float], aft
         ("reduced", forecast["reduced_bytes"], step["reduced_bytes"]),
         ("masters cast", forecast["cast_in"], step["cast_in"]),
         ("gradients, cast or in place", forecast["cast_grad"], step["cast_grad"] + step["in_place"]),
-        ("copied", 0, step["copied"]),
+        ("copied", forecast["copied"], step["copied"]),
         ("peak of unsharded images", forecast["peak_image_bytes"], step["peak_image_bytes"]),
     ]
     lines = [f"\n{'bytes of one step on this rank':<34}{'planned':>16}{'measured':>16}"]
