@@ -3,6 +3,8 @@
 #include <numeric>
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -54,11 +56,6 @@ TargetPtr target_of(const at::Tensor& weight) {
   target->group = group->weak_from_this();
   target->param = param;
   return target;
-}
-
-bool rounds_as_it_likes(const Target& target) {
-  const auto group = target.group.lock();
-  return group && group->gradients_in_place == GradientsInPlace::kAlways;
 }
 
 std::shared_ptr<ParamGroup> group_of(const ag::AutogradContext& ctx) {
@@ -270,6 +267,27 @@ struct GroupedLinearNode : ag::Function<GroupedLinearNode> {
 
 // ---- embedding ----
 
+// slot[which[i]] += rows[i], one after another and rounded each time, as embedding's own backward does in half
+// precision, where index_add_ rounds otherwise.
+void add_rows_in_order(const at::Tensor& slot, const at::Tensor& which, const at::Tensor& rows) {
+  const at::Tensor from = rows.contiguous();
+  const at::Tensor at_rows = which.to(at::kLong).contiguous();
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(slot.scalar_type(), "ragged_add_rows", [&] {
+    auto* to = slot.mutable_data_ptr<scalar_t>();
+    const auto* values = from.const_data_ptr<scalar_t>();
+    const auto* index = at_rows.const_data_ptr<int64_t>();
+    const Index width = slot.size(1);
+    at::parallel_for(0, width, 128, [&](Index begin, Index end) {
+      for (Index row = 0; row < at_rows.numel(); ++row) {
+        for (Index column = begin; column < end; ++column) {
+          scalar_t& sum = to[index[row] * width + column];
+          sum = static_cast<scalar_t>(static_cast<float>(sum) + static_cast<float>(values[row * width + column]));
+        }
+      }
+    });
+  });
+}
+
 struct EmbeddingNode : ag::Function<EmbeddingNode> {
   static at::Tensor forward(
       ag::AutogradContext* ctx, const at::Tensor& weight, const at::Tensor& indices, Index padding_index,
@@ -315,7 +333,11 @@ struct EmbeddingNode : ag::Function<EmbeddingNode> {
     at::Tensor rows = as_rows(grads[0]);
     const at::Tensor which = indices.reshape({-1});
     if (padding >= 0) rows = rows.masked_fill((which == padding).unsqueeze(1), 0);
-    slot.tensor.index_add_(0, which, rows.to(slot.tensor.scalar_type()));
+    if (at::isReducedFloatingType(slot.tensor.scalar_type())) {
+      add_rows_in_order(slot.tensor, which, rows.to(slot.tensor.scalar_type()));
+    } else {
+      slot.tensor.index_add_(0, which, rows.to(slot.tensor.scalar_type()));
+    }
     group->wrote_slot(param, &ByteCounters::in_place);
     return result;
   }
@@ -364,10 +386,7 @@ at::Tensor grouped_linear(
 at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, Index padding_index) {
   const bool fits = weight.dim() == 2 && weight.device().is_cpu() && is_plain(indices);
   const TargetPtr target = fits ? target_of(weight) : TargetPtr();
-  // In half precision index_add_ rounds otherwise than embedding's own backward.
-  if (!target || (at::isReducedFloatingType(weight.scalar_type()) && !rounds_as_it_likes(*target))) {
-    return at::embedding(weight, indices, padding_index);
-  }
+  if (!target) return at::embedding(weight, indices, padding_index);
   return EmbeddingNode::apply(weight, indices, padding_index, target);
 }
 
