@@ -53,6 +53,13 @@ Options within(std::chrono::milliseconds deadline) {
   return options;
 }
 
+// A thread of Gloo may hold its tensors for a moment after the wait, and with them memory that is wanted back: it gets
+// one over the same bytes that owns nothing.
+at::Tensor without_owner(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.numel() == 0) return tensor;
+  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.options());
+}
+
 Index bytes_of(std::span<const Segment> segments, const at::Tensor& image) {
   Index numel = 0;
   for (const Segment& segment : segments) numel += segment.numel;
@@ -278,7 +285,8 @@ Work Communicator::reduce_scatter(const ReduceScatter& args, std::string_view un
       receive[static_cast<std::size_t>(peer)] = owned.size();
       work.add([&] {
         return compat::all_to_all(
-            *state_->group, received, sent, receive, send, within<c10d::AllToAllOptions>(state_->deadline));
+            *state_->group, without_owner(received), sent, receive, send,
+            within<c10d::AllToAllOptions>(state_->deadline));
       });
       std::vector<at::Tensor> addends{slice(args.image, owned), received};
       if (peer == 0) std::swap(addends[0], addends[1]);

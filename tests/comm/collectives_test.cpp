@@ -397,7 +397,10 @@ TEST(ReduceScatter, takes_a_prefix_of_the_segments) {
         ReduceScatter args{
             .segments = std::span(plan.segments).first(2), .image = image, .staging = {}, .shard = shard};
         EXPECT_EQ(world.all().staging_numel(args), 0);
+        const auto holders = shard.storage().use_count();
         world.all().reduce_scatter(args, "unit").wait();
+        // Whatever Gloo's thread still holds: the shard's memory is its owner's alone.
+        EXPECT_EQ(shard.storage().use_count(), holders);
         EXPECT_TRUE(at::equal(shard, at::full({5}, 3.0F)));
       },
       quick());
