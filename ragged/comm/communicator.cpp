@@ -44,15 +44,6 @@ at::Tensor slice(const at::Tensor& image, plan::Interval interval) {
   return image.narrow(0, interval.begin, interval.size());
 }
 
-// The deadline goes with each operation: one that is given up then ends by itself, and writes nothing when a peer comes
-// late. (Gloo can't abort a group.)
-template <class Options>
-Options within(std::chrono::milliseconds deadline) {
-  Options options;
-  options.timeout = deadline;
-  return options;
-}
-
 // A thread of Gloo may hold its tensors for a moment after the wait, and with them memory that is wanted back: it gets
 // one over the same bytes that owns nothing.
 at::Tensor without_owner(const at::Tensor& tensor) {

@@ -36,4 +36,13 @@ struct GroupState {
   [[noreturn]] void fail(const char* operation, std::string_view unit, const std::string& reason);
 };
 
+// The deadline goes with each operation: one that is given up then ends by itself, and writes nothing when a peer comes
+// late. (Gloo can't abort a group.)
+template <class Options>
+Options within(std::chrono::milliseconds deadline) {
+  Options options;
+  options.timeout = deadline;
+  return options;
+}
+
 }  // namespace ragged::comm

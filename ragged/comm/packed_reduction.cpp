@@ -44,10 +44,10 @@ Work Communicator::reduce_scatter(const PackedReduceScatter& args, std::string_v
   std::vector<int64_t> receive(static_cast<std::size_t>(size()), mine);
   send[static_cast<std::size_t>(rank())] = 0;
   receive[static_cast<std::size_t>(rank())] = 0;
-  c10d::AllToAllOptions within;
-  within.timeout = state_->deadline;
   work.add([&] {
-    return compat::all_to_all(*state_->group, args.staging, args.packed.narrow(0, 0, sent), receive, send, within);
+    return compat::all_to_all(
+        *state_->group, args.staging, args.packed.narrow(0, 0, sent), receive, send,
+        within<c10d::AllToAllOptions>(state_->deadline));
   });
   const at::Tensor own = args.packed.narrow(0, sent, mine);
   work.on_complete(
