@@ -145,6 +145,12 @@ def test_steps_are_as_forecast(micro_batches):
 # ---- gradients that come later ----
 
 
+def of_rank(model, step, r):
+    """loss_of, where `run` asks which step and rank it is."""
+    model.step, model.rank = step, r
+    return loss_of(model, step, r)
+
+
 def used_before_too(model, x):
     return model.head(model.through(model.before(F.linear(x, model.head.weight))))
 
@@ -174,10 +180,6 @@ def test_one_rank_alone_uses_it_before():
     def run(model, x):
         return used_before_too(model, x) if model.step == 2 and model.rank == 1 else model.head(model.through(model.before(x)))
 
-    def of_rank(model, step, r):
-        model.step, model.rank = step, r
-        return loss_of(model, step, r)
-
     def body():
         build = lambda: Net(run)
         model = seeded(build)
@@ -192,10 +194,6 @@ def test_one_rank_alone_does_not_use_it():
     def run(model, x):
         y = model.through(model.before(x))
         return y if model.step % 2 == 1 and model.rank == 0 else model.head(y)
-
-    def of_rank(model, step, r):
-        model.step, model.rank = step, r
-        return loss_of(model, step, r)
 
     def body():
         build = lambda: Net(run)
