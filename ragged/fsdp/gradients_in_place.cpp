@@ -58,19 +58,22 @@ TargetPtr target_of(const at::Tensor& weight) {
   return target;
 }
 
+TargetPtr target_in(const ag::AutogradContext& ctx) {
+  return c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule());
+}
+
 std::shared_ptr<ParamGroup> group_of(const ag::AutogradContext& ctx) {
-  if (!backward_accumulates()) return {};
-  return c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule())->group.lock();
+  return backward_accumulates() ? target_in(ctx)->group.lock() : nullptr;
 }
 
 int param_of(const ag::AutogradContext& ctx) {
-  return c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule())->param;
+  return target_in(ctx)->param;
 }
 
 // References to a weight that end with the node: what it saved, and what came out of that. None where something else
 // came out (saved-tensor hooks): then others may hold the weight.
 Index holders_of(const ag::AutogradContext& ctx, const at::Tensor& saved) {
-  const auto target = c10::static_intrusive_pointer_cast<Target>(ctx.saved_data.at("target").toCapsule());
+  const TargetPtr target = target_in(ctx);
   const auto group = target->group.lock();
   return group && group->spec().params[static_cast<std::size_t>(target->param)].is_same(saved) ? 2 : 0;
 }

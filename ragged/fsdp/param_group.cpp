@@ -157,7 +157,7 @@ void ParamGroup::unshard() {
   may_be_gone_ = false;
   if (front_ && front_->gathers()) return gather_by_front();
   if (is_over_weights_) {  // the image isn't what it was
-    take_own_buffer();
+    move_slots(*filling_);
     state_ = ShardState::kSharded;
   }
   const auto version = masters_->flat()._version();
@@ -247,14 +247,12 @@ bool ParamGroup::is_held(int param, Index own_holders) const {
   return now[0] > before[0] + own_holders || now[1] > before[1] || now[2] > before[2];
 }
 
-bool ParamGroup::reshard_if_unheld() {
+void ParamGroup::reshard_if_unheld() {
   const bool may = state_ == ShardState::kUnsharded && reshard_after_backward && reshards_when_unheld &&
       !(front_ && front_->gathers());
-  if (!may) return false;
-  const bool drops = !is_held();
-  if (drops) reshard();
+  if (!may) return;
+  if (!is_held()) reshard();
   may_be_gone_ = true;
-  return drops;
 }
 
 void ParamGroup::unshard_again() {

@@ -142,8 +142,8 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   /// The same, but where a small group is set and the plan allows, its ranks keep the image among them, so that the
   /// next gather is theirs alone. The group's ranks must be consecutive in the shard group.
   void reshard_to_small_group();
-  /// reshard() as soon as nobody holds a parameter: see [Note: images that nobody holds]. Returns whether it did.
-  bool reshard_if_unheld();
+  /// reshard() as soon as nobody holds a parameter: see [Note: images that nobody holds].
+  void reshard_if_unheld();
   /// Gathers again after a reshard_if_unheld() that would have been allowed to drop the image, whether it did or not.
   void unshard_again();
   /// The next step's unshard() is still to come, though the image may be gone already.
@@ -268,7 +268,6 @@ class ParamGroup : public std::enable_shared_from_this<ParamGroup> {
   bool is_held(int param, Index own_holders) const;
   bool narrows_now() const;
   void open_slot(int param, Index own_holders);
-  void take_own_buffer();
   void move_slots(buffer::DBuffer& target);
   buffer::DBufferSpec buffer_spec(at::ScalarType dtype, int num_segments) const;
   void make_reduce_buffers(int num_segments);

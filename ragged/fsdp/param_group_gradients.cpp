@@ -106,23 +106,8 @@ void ParamGroup::open_slot(int param, Index own_holders) {
     }
   }
   const bool is_first = slot_states_[static_cast<std::size_t>(param)] == SlotState::kEmpty;
-  if (is_over_weights_ && (!may_overwrite || (is_first && is_held(param, own_holders)))) take_own_buffer();
-}
-
-// The gradients that lie over weights move away from the others' weights, which are still needed.
-void ParamGroup::take_own_buffer() {
-  BelowAutograd guard;
-  std::vector<at::Tensor> written(slot_states_.size());
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    if (slot_states_[i] != SlotState::kEmpty) written[i] = image_->tensor(static_cast<int>(i));
-  }
-  filling_->detach();
-  filling_->attach(slots_.pool->take(slots_.reduce, filling_->nbytes()));
-  is_over_weights_ = false;
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    if (!written[i].defined()) continue;
-    filling_->tensor(static_cast<int>(i)).copy_(written[i]);
-    counters.copied += static_cast<Index>(written[i].nbytes());
+  if (is_over_weights_ && (!may_overwrite || (is_first && is_held(param, own_holders)))) {
+    move_slots(*filling_);
   }
 }
 
@@ -205,17 +190,20 @@ void ParamGroup::issue_reduction() {
   reduction_ = std::move(reduction);
 }
 
-// Nothing came, or it came while the unit was to be left unreduced, and settings changed since.
+// Gradients go on in a buffer with a slot of its own: from over weights that are still needed (the target is the one
+// that lay there), or from the other dtype's, where settings changed since they came; or nothing came.
 void ParamGroup::move_slots(DBuffer& target) {
   BelowAutograd guard;
+  if (filling_ == &target) target.detach();
   target.attach(slots_.pool->take(slots_.reduce, target.nbytes()));
   for (std::size_t i = 0; filling_ && i < slot_states_.size(); ++i) {
     const int param = static_cast<int>(i);
     if (slot_states_[i] == SlotState::kEmpty) continue;
-    target.tensor(param).copy_(filling_->tensor(param));
-    counters.copied += static_cast<Index>(target.tensor(param).nbytes());
+    const at::Tensor slot = target.tensor(param);
+    slot.copy_(is_over_weights_ ? image_->tensor(param) : filling_->tensor(param));
+    counters.copied += static_cast<Index>(slot.nbytes());
   }
-  if (filling_) filling_->detach();
+  if (filling_ && filling_ != &target) filling_->detach();
   is_over_weights_ = false;
   filling_ = &target;
 }

@@ -65,14 +65,14 @@ void Runtime::set_options(const RuntimeOptions& value) {
 void Runtime::make_slots() {
   std::vector<int> parents;
   for (const RuntimeUnit& unit : units_) parents.push_back(unit.parent);
-  is_ancestor_ = ancestors(parents);
+  const std::vector<char> is_ancestor = ancestors(parents);
   Index leaf_image = 0;
   Index leaf_reduce = 0;
   Index staging = 0;
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
       staging = std::max(staging, group->staging_bytes());
-      if (is_ancestor_[u]) continue;
+      if (is_ancestor[u]) continue;
       if (!is_small(reduce_merge(units_[u]))) leaf_reduce = std::max(leaf_reduce, group->reduce_bytes());
       if (group->reshard_after_forward && !is_small(gather_merge(units_[u]))) {
         leaf_image = std::max(leaf_image, group->image_bytes());
@@ -81,8 +81,8 @@ void Runtime::make_slots() {
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (const auto& group : units_[u].groups) {
-      const bool shares_image = !is_ancestor_[u] && group->reshard_after_forward && !is_small(gather_merge(units_[u]));
-      const bool shares_reduce = !is_ancestor_[u] && !is_small(reduce_merge(units_[u]));
+      const bool shares_image = !is_ancestor[u] && group->reshard_after_forward && !is_small(gather_merge(units_[u]));
+      const bool shares_reduce = !is_ancestor[u] && !is_small(reduce_merge(units_[u]));
       group->set_slots(
           {.pool = pool_,
            .image = pool_->add_class(buffer::SlotUse::kImage, shares_image ? leaf_image : group->image_bytes()),

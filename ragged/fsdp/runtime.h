@@ -150,7 +150,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::vector<RuntimeUnit> units_;
   std::vector<char> subtree_trains_;
-  std::vector<char> is_ancestor_;  // by unit: has units inside
   comm::MeshGroups groups_;
   std::shared_ptr<buffer::BufferPool> pool_;
   std::optional<c10::Stream> gather_stream_;
